@@ -1,0 +1,257 @@
+"""Where the words come from, and which tokens of them a model sees and is scored on."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import index
+from pathlib import Path
+from typing import Any
+
+WIKITEXT2 = "Salesforce/wikitext:wikitext-2-raw-v1"
+_INSTEAD = 'a local file or "embedded" needs no network'
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, where it came from, and the SHA-256 of its UTF-8 bytes."""
+
+    source: str
+    content: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Window:
+    """`ids` is what the model sees; the tokens from index `first_scored` on are what it is scored on.
+
+    Invariant: 1 <= first_scored < len(ids), for a token is predicted from those before it.
+    """
+
+    ids: tuple[int, ...]
+    first_scored: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.first_scored < len(self.ids):
+            raise ValueError(
+                f"first_scored={self.first_scored} in a window of {len(self.ids)} tokens: expected "
+                f"1 <= first_scored < {len(self.ids)}, since a token is predicted from those before it"
+            )
+
+    @property
+    def scored(self) -> int:
+        """How many tokens are scored."""
+        return len(self.ids) - self.first_scored
+
+
+def text(source: str = "embedded", *, split: str = "test", column: str = "text") -> Text:
+    r"""Text to calibrate or score on.
+
+    >>> text().content[:22]
+    'The "assert" statement'
+
+    source: one of
+    - "embedded": the topics of the standard library's `pydoc_data.topics`, in sorted order, joined by a blank
+      line: about 0.5 MB of English technical prose that needs no download. It differs between versions of
+      Python, so the version is in `Text.source`, and the hash in `Text.sha256`;
+    - the path of a UTF-8 file, taken byte for byte: its `sha256` is that of the file;
+    - "wikitext2" (Salesforce/wikitext:wikitext-2-raw-v1), or any id of a data set on the Hugging Face Hub,
+      with ":config" after it where it has several: the rows of `column` in `split`, joined by "\n\n".
+    `split` and `column` matter to data sets only.
+
+    Raises FileNotFoundError for what looks like a path and is none, or for an unknown data set; ValueError
+    for an empty or undecodable text, an unknown config, split or column; ModuleNotFoundError without the
+    extra `halfulp[eval]`; ConnectionError where the Hub cannot be reached.
+    """
+    if not isinstance(source, (str, Path)) or not str(source).strip():
+        raise ValueError(f'text source {source!r}: expected "embedded", a path, or the id of a data set')
+    name = str(source)
+    if name == "embedded":
+        label, content = f"pydoc_data.topics of Python {platform.python_version()}", _embedded()
+    elif isinstance(source, Path) or Path(name).expanduser().exists() or _like_path(name):
+        label, content = name, _file(Path(name).expanduser())
+    else:
+        name = WIKITEXT2 if name == "wikitext2" else name
+        label, content = f"{name} {split}/{column}", _dataset(name, split, column)
+    if not content.strip():
+        raise ValueError(f"{label} holds no text; give a source with words in it")
+    return Text(label, content, hashlib.sha256(content.encode()).hexdigest())
+
+
+def _like_path(name: str) -> bool:
+    return (
+        name.startswith((".", "/", "~"))
+        or "\\" in name
+        or Path(name).suffix in {".txt", ".md", ".json", ".jsonl"}
+    )
+
+
+def _embedded() -> str:
+    try:
+        from pydoc_data.topics import topics  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise FileNotFoundError(
+            "this Python was built without pydoc_data.topics, the embedded text; give a local file"
+        ) from None
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _file(path: Path) -> str:
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; give one UTF-8 text file in it")
+    if not path.exists():
+        raise FileNotFoundError(
+            f'no file {path}; give an existing UTF-8 file, "embedded", "wikitext2" or the id of a data set'
+        )
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}; "
+            "convert it, for instance with iconv -t utf-8"
+        ) from None
+
+
+def _dataset(name: str, split: str, column: str) -> str:
+    try:
+        import datasets
+    except ImportError:
+        raise ModuleNotFoundError(
+            f"{name!r} is not a file here, and as the id of a data set it needs the package `datasets`: "
+            f"pip install 'halfulp[eval]', or {_INSTEAD}"
+        ) from None
+    place, _, config = name.partition(":")
+    try:
+        rows: Any = datasets.load_dataset(place, config or None, split=split)
+    except FileNotFoundError as error:  # datasets' own DatasetNotFoundError is one
+        raise FileNotFoundError(
+            f"{name!r} is neither a file here nor a data set that can be read on the Hugging Face Hub "
+            f"({_line(error)}); {_INSTEAD}"
+        ) from None
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"the data set {name!r} with split {split!r} cannot be read: {_line(error)}"
+        ) from None
+    except Exception as error:  # OSError of datasets, or whatever its HTTP client of the day raises
+        raise ConnectionError(
+            f"{name!r} is not a file here, and as a data set it could not be fetched "
+            f"({type(error).__name__}: {_line(error)}); {_INSTEAD}"
+        ) from error
+    names = list(rows.column_names)
+    if column not in names:
+        raise ValueError(f"the data set {name!r} has no column {column!r}; it has {', '.join(names)}")
+    cells = list(rows[column])
+    if not all(isinstance(cell, str) for cell in cells):
+        kinds = sorted({type(cell).__name__ for cell in cells})
+        raise ValueError(
+            f"column {column!r} of {name!r} holds {' and '.join(kinds)}, expected strings only; "
+            f"its columns are {', '.join(names)}"
+        )
+    return "\n\n".join(cells)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def windows(
+    tokens: Sequence[int],
+    *,
+    window: int,
+    stride: int | None = None,
+    count: int | None = None,
+    bos: int | None = None,
+) -> list[Window]:
+    """Windows of a tokenized text, with what is scored in each.
+
+    >>> windows([10, 11, 12, 13, 14, 15], window=4, stride=2)
+    [Window(ids=(10, 11, 12, 13), first_scored=1), Window(ids=(12, 13, 14, 15), first_scored=2)]
+    >>> windows([10, 11, 12], window=3, bos=1)
+    [Window(ids=(1, 10, 11), first_scored=1), Window(ids=(1, 12), first_scored=1)]
+
+    tokens: the ids of one text, [n]. window: the most tokens that the model sees at once.
+    stride: how far each window moves. None, or `window`, makes disjoint windows, whose first token is context
+    only. A smaller stride scores every token but the text's first exactly once, each with at least
+    `window - stride` tokens before it (the first window's apart). The last window may be shorter.
+    count: that many full windows, evenly spread, for i = 0 ... count - 1. Disjoint ones start at text token
+    floor(i (n - room) / (count - 1)), room = what a window holds of the text; of m overlapping ones these are
+    number floor(i (m - 1) / (count - 1)). The first alone for count=1.
+    bos: where given, the rule is "bos in every window": it comes first in each, takes one of its `window`
+    places and is never scored, so a disjoint window scores its first text token too. `bos` at the start of
+    `tokens` is dropped first, so that it is never doubled. Without `bos` nothing is added or dropped.
+
+    Raises ValueError for a text that is too short (with its token count), or an impossible window or stride.
+    """
+    ids = _ids(tokens)
+    window = whole("window", window, 2)
+    if bos is not None:
+        bos = whole("bos", bos, 0)
+        ids = ids[next((i for i, token in enumerate(ids) if token != bos), len(ids)) :]
+    head = () if bos is None else (bos,)
+    room = window - len(head)
+    step = room if stride is None or stride == window else whole("stride", stride, 1)
+    if step > room:
+        raise ValueError(
+            f"stride {stride} would skip tokens: a window of {window} holds {room} of the text; "
+            f"give stride <= {room}, or None for disjoint windows"
+        )
+    if len(ids) + len(head) < 2:
+        raise ValueError(
+            f"the text has {len(ids)} tokens{' besides bos' if head else ''} and none of them can be scored; "
+            f"give a text of at least {2 - len(head)}"
+        )
+    begins = range(0, len(ids), step)
+    if count is not None:
+        count = whole("count", count, 1)
+        full = (len(ids) - room) // step + 1  # 0 or less where not even one fits
+        if count > full:
+            raise ValueError(
+                f"the text has {len(ids)} tokens, enough for {max(full, 0)} full windows of {window}, and {count} "
+                "were asked for; give a longer text, a smaller window or a smaller count"
+            )
+        # disjoint windows are free to start anywhere: they reach the end of the text, and never overlap
+        begins = range(len(ids) - room + 1) if step == room else begins[:full]
+        begins = [begins[i * (len(begins) - 1) // max(count - 1, 1)] for i in range(count)]
+    cut = []
+    for begin in begins:
+        piece = ids[begin : begin + room]
+        # what the window `step` earlier has not scored; without bos, never its own first token
+        first = room - step if begin else 0
+        if head or first:
+            first += len(head)
+        else:
+            first = 1
+        if first < len(head) + len(piece):
+            cut.append(Window(head + piece, first))
+    return cut
+
+
+def _ids(tokens: Any) -> tuple[int, ...]:
+    shape = getattr(tokens, "shape", None)
+    if shape is not None and len(shape) != 1:
+        raise ValueError(
+            f"tokens of shape {tuple(shape)}: expected the ids of one text, shape [n]; pass tokens[0]"
+        )
+    values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    try:
+        ids = tuple(index(value) for value in values)
+    except TypeError:
+        raise ValueError(
+            f"tokens of type {type(tokens).__name__}: expected a sequence of integer ids, such as "
+            'tokenizer(text)["input_ids"]'
+        ) from None
+    if min(ids, default=0) < 0:
+        raise ValueError(f"tokens hold the negative id {min(ids)}; expected ids of a vocabulary, from 0 on")
+    return ids
+
+
+def whole(name: str, value: int, least: int) -> int:
+    try:
+        whole = index(value)
+    except TypeError:
+        whole = least - 1
+    if whole < least:
+        raise ValueError(f"{name}={value!r}: expected a whole number >= {least}")
+    return whole

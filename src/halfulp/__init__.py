@@ -1,0 +1,1 @@
+"""halfulp: model compression and number formats, bit for bit."""
