@@ -1,1 +1,28 @@
-"""."""
+"""What may be done to a model: transforms, checkpoints in and out."""
+
+from ._checkpoint import Checkpoint, open_checkpoint
+from ._compress import MANIFEST, Progress, compress, plan_of
+from ._load import load, manifest_of
+from ._plan import Plan, Row
+from ._transforms import Chain, Prune, Quantize, Transform, Weight, chain, prune, quantize
+
+__all__ = [
+    "MANIFEST",
+    "Chain",
+    "Checkpoint",
+    "Plan",
+    "Progress",
+    "Prune",
+    "Quantize",
+    "Row",
+    "Transform",
+    "Weight",
+    "chain",
+    "compress",
+    "load",
+    "manifest_of",
+    "open_checkpoint",
+    "plan_of",
+    "prune",
+    "quantize",
+]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +21,15 @@ from ._text import whole
 
 NOISE = 0.10  # interquartile range / median above it: unstable
 DRIFT = 0.10  # change of the median from the first half to the second / median above it: unstable
+CROWD = 0.10  # share of the asked-for cores that other processes took: unstable
+SHORTEST_WATCH = 0.2  # seconds; the machine counts CPU time in steps of 0.01
 FEWEST = 3  # fewer repeats say nothing about noise
 SETTLED = 0.05  # warm once the last SETTLED_CALLS warm-up calls lie within this share of the shortest
 SETTLED_CALLS = 3
 MOST = 10_000  # timed calls, whatever `min_seconds` asks for
 CONFIDENCE = 0.95
+# what versions and families of transformers call the cache, in the output and as an argument alike
+CACHES = ("cache", "past_key_values", "cache_params")
 
 DEFINITIONS = (
     "Batch of 1. Prefill: seconds of one forward of {prompt} random token ids that fills the cache and gives "
@@ -42,7 +48,8 @@ class Timing:
     low_s, high_s: interval for the median from order statistics, which assumes independent calls and nothing
     else; `confidence` is its exact coverage: at least 0.95 where n >= 6, and less where n is smaller.
     q1_s, q3_s: quartiles. first_s: the very first call, with whatever it compiled or allocated.
-    unstable: the noise or the drift is larger than `NOISE` or `DRIFT`, or n < `FEWEST`; `why` says which.
+    unstable: the noise or the drift is larger than `NOISE` or `DRIFT`, or n < `FEWEST`; from `latency` on
+    Linux also that other processes took more than `CROWD` of the cores. `why` says which.
     """
 
     median_s: float
@@ -153,9 +160,7 @@ def _why(samples: Sequence[float], q1: float, median: float, q3: float) -> str:
         reasons.append(f"interquartile range is {noise:.0%} of the median (limit {NOISE:.0%})")
     before, after = statistics.median(samples[: n // 2]), statistics.median(samples[-(n // 2) :])
     if abs(drift := (after - before) / median) > DRIFT:
-        reasons.append(
-            f"the second half took {drift:+.0%} of the median against the first (limit {DRIFT:.0%})"
-        )
+        reasons.append(f"from first to second half the median moved by {drift:+.0%} (limit {DRIFT:.0%})")
     return "; ".join(reasons)
 
 
@@ -202,9 +207,10 @@ def latency(
 ) -> Latency:
     """Time to first token and time per token: `latency(model, model.config.vocab_size).decode.median_s`.
 
-    model: called as the causal models of transformers are, `model(ids [1, T], use_cache=True,
-    past_key_values=...)`, and returns `.logits` and `.past_key_values`; in evaluation mode. Where its forward
-    knows `logits_to_keep`, the prefill computes the last position's logits only, as generation does.
+    model: called as the causal models of transformers are, `model(ids [1, T], use_cache=True, cache=...)`;
+    returns `.logits` and `.cache` (or `past_key_values`, under which name it is then passed back); in
+    evaluation mode. Where its forward knows `logits_to_keep`, the prefill computes the last position's logits
+    only, as generation does.
     threads: of torch on the CPU, set while measuring and put back after; None leaves them.
     Raises ValueError for counts below 1, a model in training mode or without a cache, or more tokens than
     the model has positions.
@@ -221,10 +227,10 @@ def latency(
     ids = torch.randint(vocab_size, (1, prompt + new), generator=generator).to(device)
     steps = _Steps(model, ids[:, :prompt], ids[:, prompt:].split(1, dim=1))
     with torch.inference_mode(), _threads(threads) as used:
-        prefill = measure(steps.prefill, warmup=5, repeats=repeats, min_seconds=0)
-        decode = measure(
-            steps.decode, warmup=5, repeats=repeats, min_seconds=0, prepare=steps.restore, per=new
-        )
+        budget: dict[str, Any] = {"warmup": 5, "repeats": repeats, "min_seconds": 0}
+        busy = used if device.type == "cpu" else 1  # a GPU is fed by one thread
+        prefill = _watched(lambda: measure(steps.prefill, **budget), busy)
+        decode = _watched(lambda: measure(steps.decode, prepare=steps.restore, per=new, **budget), busy)
     return Latency(
         prefill=prefill,
         decode=decode,
@@ -243,23 +249,25 @@ class _Steps:
     def __init__(self, model: torch.nn.Module, ids: torch.Tensor, new: Sequence[torch.Tensor]) -> None:
         self.model, self.ids, self.new = model, ids, new
         self.cache: Any = None
+        self.cache_name = ""
         known = inspect.signature(model.forward).parameters
         self.last_only: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 
     def prefill(self) -> torch.Tensor:
         out = self.model(self.ids, use_cache=True, **self.last_only)
-        self.cache = getattr(out, "past_key_values", None)
-        if self.cache is None:
+        self.cache_name = next((name for name in CACHES if getattr(out, name, None) is not None), "")
+        if not self.cache_name:
             raise ValueError(
-                "the model returned no past_key_values with use_cache=True, and without a cache there is no "
-                "time per token; give a causal language model with a cache"
+                f"the model returned none of {', '.join(CACHES)} with use_cache=True, and without a cache "
+                "there is no time per token; give a causal language model with a cache"
             )
+        self.cache = getattr(out, self.cache_name)
         return out.logits
 
     def decode(self) -> torch.Tensor:
         for token in self.new:
-            out = self.model(token, past_key_values=self.cache, use_cache=True)
-            self.cache = out.past_key_values
+            out = self.model(token, use_cache=True, **{self.cache_name: self.cache})
+            self.cache = getattr(out, self.cache_name)
         return out.logits
 
     def restore(self) -> torch.Tensor | None:
@@ -285,6 +293,33 @@ def _threads(threads: int | None) -> Iterator[int]:
         yield torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
+
+
+def _cpu_seconds() -> tuple[float, float, float] | None:
+    """Seconds so far: on the clock, of CPU by the whole machine, and by this process; None off Linux."""
+    try:
+        ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except (OSError, ValueError):
+        return None
+    idle, waiting = ticks[3:5]
+    busy = (sum(ticks) - idle - waiting) / os.sysconf("SC_CLK_TCK")
+    return time.perf_counter(), busy, time.process_time()
+
+
+def _watched(timed: Callable[[], Timing], threads: int) -> Timing:
+    """Mark a timing during which others held the cores: such times can be steady, and ten times too long."""
+    before, timing, after = _cpu_seconds(), timed(), _cpu_seconds()
+    if before is None or after is None:
+        return timing
+    wall, machine, own = (b - a for a, b in zip(before, after))
+    why = _crowded((machine - own) / wall, threads, os.cpu_count() or 1) if wall > SHORTEST_WATCH else ""
+    return replace(timing, unstable=True, why="; ".join(filter(None, (timing.why, why)))) if why else timing
+
+
+def _crowded(others: float, threads: int, cores: int) -> str:
+    if others - (cores - threads) <= CROWD * threads:
+        return ""
+    return f"other processes kept {others:.1f} of {cores} cores busy, too many beside {threads} threads"
 
 
 def _dtype(tensors: Sequence[torch.Tensor]) -> str:

@@ -111,6 +111,7 @@ class Timing(_Frozen):
     low_s: float
     high_s: float
     n: int
+    confidence: float | None = None  # of low_s..high_s; few repeats reach less than 0.95
     unstable: bool = False
     why: str = ""
 

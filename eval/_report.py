@@ -35,7 +35,7 @@ class Row:
 
 
 def interval(estimate: Estimate) -> tuple[float, float]:
-    half = Z * estimate.se if estimate.se is not None else 0.0
+    half = Z * estimate.se if estimate.se is not None and not math.isnan(estimate.se) else 0.0
     return estimate.value - half, estimate.value + half
 
 
@@ -318,6 +318,7 @@ def _timed(ours: Timing, base: Timing | None) -> dict[str, Any]:
         "note": time_note(ours, base),
         "unstable": ours.unstable,
         "why": ours.why,
+        "how": f"median of {ours.n}" + (f", {ours.confidence:.0%} interval" if ours.confidence else ""),
     }
 
 
@@ -404,6 +405,7 @@ def _baseline_line(rows: Sequence[Row]) -> dict[str, Any] | None:
                 "note": "",
                 "unstable": False,
                 "why": "",
+                "how": "",
             }
         line["path"] = names(sorted({x.path for x in latencies}))
     return line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,7 +71,7 @@ def text(source: str = "embedded", *, split: str = "test", column: str = "text")
     name = str(source)
     if name == "embedded":
         label, content = f"pydoc_data.topics of Python {platform.python_version()}", _embedded()
-    elif isinstance(source, Path) or Path(name).expanduser().exists() or _like_path(name):
+    elif isinstance(source, Path) or os.path.exists(Path(name).expanduser()) or _like_path(name):
         label, content = name, _file(Path(name).expanduser())
     else:
         name = WIKITEXT2 if name == "wikitext2" else name
@@ -202,14 +203,14 @@ def windows(
             f"the text has {len(ids)} tokens{' besides bos' if head else ''} and none of them can be scored; "
             f"give a text of at least {2 - len(head)}"
         )
-    begins = range(0, len(ids), step)
+    begins: Sequence[int] = range(0, len(ids), step)
     if count is not None:
         count = whole("count", count, 1)
         full = (len(ids) - room) // step + 1  # 0 or less where not even one fits
         if count > full:
             raise ValueError(
-                f"the text has {len(ids)} tokens, enough for {max(full, 0)} full windows of {window}, and {count} "
-                "were asked for; give a longer text, a smaller window or a smaller count"
+                f"the text has {len(ids)} tokens, enough for {max(full, 0)} full windows of {window}, and "
+                f"{count} were asked for; give a longer text, a smaller window or a smaller count"
             )
         # disjoint windows are free to start anywhere: they reach the end of the text, and never overlap
         begins = range(len(ids) - room + 1) if step == room else begins[:full]
@@ -217,12 +218,8 @@ def windows(
     cut = []
     for begin in begins:
         piece = ids[begin : begin + room]
-        # what the window `step` earlier has not scored; without bos, never its own first token
-        first = room - step if begin else 0
-        if head or first:
-            first += len(head)
-        else:
-            first = 1
+        # after what the window `step` earlier has scored; without bos, never its own first token
+        first = max(1, len(head) + (room - step if begin else 0))
         if first < len(head) + len(piece):
             cut.append(Window(head + piece, first))
     return cut

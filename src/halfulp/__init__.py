@@ -1,1 +1,63 @@
-"""halfulp: model compression and number formats, bit for bit."""
+"""halfulp: model compression and number formats, bit for bit.
+
+>>> import numpy as np
+>>> import halfulp as hu
+>>> e2m1 = hu.Float(exponent=2, mantissa=1, inf=False, nan=False)
+>>> mxfp4 = hu.Block(e2m1, size=32, scale="e8m0", rule="floor")
+>>> mxfp4 == hu.format("mxfp4")
+True
+>>> hu.cast(np.float32([[0.3, 1.4, -5.1]]), mxfp4)
+array([[ 0.5,  1.5, -6. ]], dtype=float32)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .compress import chain, compress, load, open_checkpoint, plan_of, prune, quantize
+    from .eval import text
+    from .numerics import Block, Codebook, Fixed, Float, Format, Int
+    from .numerics import cast, decode, encode, format, pack, unpack
+
+_WHERE = {
+    "numerics": "Block Codebook Fixed Float Format Int cast decode encode format pack unpack",
+    "compress": "chain compress load open_checkpoint plan_of prune quantize",
+    "eval": "text",
+}
+_HOMES = {name: package for package, names in _WHERE.items() for name in names.split()}
+
+__all__ = [
+    "Block",
+    "Codebook",
+    "Fixed",
+    "Float",
+    "Format",
+    "Int",
+    "cast",
+    "chain",
+    "compress",
+    "decode",
+    "encode",
+    "format",
+    "load",
+    "open_checkpoint",
+    "pack",
+    "plan_of",
+    "prune",
+    "quantize",
+    "text",
+    "unpack",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Names are fetched when first used, so that importing halfulp imports neither torch nor jax."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'halfulp' has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

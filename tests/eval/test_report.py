@@ -357,10 +357,11 @@ def test_times_are_compared_to_their_own_baseline_by_interval() -> None:
 
 def test_an_unstable_time_is_marked_with_its_reason(tmp_path: Path) -> None:
     shaky = latency().model_copy(
-        update={"decode": timing(0.04, 0.3, unstable=True, why="spread 31 % of the median")}
+        update={"decode": timing(0.04, 0.3, unstable=True, why="spread 31 % of the median", confidence=0.94)}
     )
     source, text = made(tmp_path, [record(0, latency=shaky), record(1)])
     assert source.count('<span class="flag"') == 1
+    assert source.count('title="median of 20, 94% interval"') == 1
     assert "w8-channel, decode unstable spread 31 % of the median" in text
 
 
@@ -455,6 +456,13 @@ def test_odd_values_are_drawn_or_named(tmp_path: Path, kl: float) -> None:
     assert ("not finite for w8-channel" in text) == (not math.isfinite(kl))
     if not math.isfinite(kl):
         assert "Not drawn, for a value is missing or not finite: w8-channel." in text
+
+
+@pytest.mark.parametrize("se", [math.nan, math.inf, None])
+def test_an_odd_error_bar_is_drawn_and_never_ranked(tmp_path: Path, se: float | None) -> None:
+    source, text = made(tmp_path, [score(0, kl=E(value=0.001, se=se)), record(2), record(11)])
+    assert not re.search(r'(x|y|x1|x2|y1|y2|cx|cy|width|height)="-?(nan|inf)', source)
+    assert "Lowest KL: fp8-e4m3" in text
 
 
 def test_a_compress_record_lends_its_tensors_to_the_score_record(tmp_path: Path) -> None:

@@ -1,0 +1,314 @@
+"""Apply a transform to a checkpoint, tensor by tensor, and write the result beside its final place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..numerics import Format, decode
+from ._checkpoint import Checkpoint, open_checkpoint
+from ._layouts import choose, described, quantization_config, rowwise, store, stored, stored_bits
+from ._plan import Plan, Row, start
+from ._safetensors import CODES, JOURNAL, StreamWriter, TensorSpec, require_space
+from ._transforms import Transform, Weight
+
+MANIFEST = "halfulp.json"
+SHARD_BYTES = 5 * 10**9
+_CHUNK_BYTES = 1 << 25  # source bytes worked on at a time
+_ROWS = 32  # zero points are packed along the rows, 32 at a time
+
+HOW_TO_DECODE = (
+    "A tensor in the halfulp layout is NAME.codes (uint8: codes of the element format packed along the last axis, "
+    "least significant bit first, each row starting a byte), NAME.scale (codes of the scale format, packed alike, "
+    "one for each block along 'axis'), and where the format has them NAME.zero_point (codes of the element format, "
+    "one a block) and NAME.tensor_scale (float32). A number is (code - zero_point) * scale * tensor_scale, where "
+    "codes stand for the numbers they encode: sign | exponent | mantissa for a Float, two's complement times "
+    "2**-fraction for Fixed and Int, values[code] for a Codebook. The last block of an axis may be short."
+)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: bytes of source tensors done of all, and the tensor just done."""
+
+    done: int
+    total: int
+    name: str
+
+
+def plan_of(
+    tensors: Mapping[str, tuple[int, ...]] | Checkpoint, transform: Transform, config: Mapping[str, Any] | None = None
+) -> Plan:
+    """The plan of a transform for a checkpoint, or for bare names and shapes (taken as bfloat16).
+
+    >>> from halfulp.compress import quantize
+    >>> plan_of({"lm_head.weight": (8, 4), "fc.weight": (4, 4)}, quantize("int8:channel")).rows[0].reason
+    'the output head: name it in targets to compress it'
+
+    Raises ValueError for whatever the transform cannot do to these tensors.
+    """
+    if isinstance(tensors, Checkpoint):
+        specs: Iterable[TensorSpec] = tensors.tensors.values()
+        config = tensors.config
+    else:
+        specs = [TensorSpec(name, "BF16", tuple(shape)) for name, shape in tensors.items()]
+    return transform.plan(start(specs, config or {}))
+
+
+def compress(
+    source: str | Path | Checkpoint,
+    transform: Transform,
+    out: str | Path,
+    *,
+    recipe: Mapping[str, str] | None = None,
+    layout: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[Progress], None] | None = None,
+) -> dict[str, Any]:
+    """Apply a transform to a checkpoint; returns the manifest that stands in the output as halfulp.json.
+
+    >>> compress("smollm2-135m", quantize("int4:g64"), out="out/")  # doctest: +SKIP
+
+    source: a directory or file of safetensors, a GGUF file, a hub id or "smollm2-135m" (see `open_checkpoint`).
+    out: a directory that is not there yet. Everything is written to ``OUT.partial`` and renamed at the end; a
+    run that was stopped goes on where it was and ends with the same bytes.
+    layout: "compressed-tensors" or "halfulp"; None takes the first wherever it can hold every tensor.
+    Memory: a few chunks of 32 MB, or one whole tensor and its codes where a format or mask spans the tensor.
+
+    Raises FileExistsError for an output that exists, ValueError for what cannot be done (see the transforms),
+    a tensor with NaN or infinity, or another run's OUT.partial; OSError for a full disk.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    out = Path(out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise FileExistsError(f"{out} exists: pass another -o, or remove it first")
+    if "quantization_config" in checkpoint.config:
+        method = checkpoint.config["quantization_config"].get("quant_method", "an unknown method")
+        raise ValueError(f"{checkpoint.source} is quantized already ({method}): start from the uncompressed checkpoint")
+    plan = plan_of(checkpoint, transform)
+    if not any(row.touched for row in plan.rows) and plan.kv is None:
+        raise ValueError("the recipe touches no tensor of this model: see the plan, and its ignore patterns")
+    chosen, why = choose(plan, layout)
+    if why:
+        plan = replace(plan, notes=(*plan.notes, f"written in the halfulp layout: {why}"))
+    specs = [spec for row in plan.rows for spec in stored(row, chosen)]
+    facts = [version("halfulp"), str(plan), repr(plan.rows), repr(plan.kv), str(chosen), shard_bytes, dict(recipe or {})]
+    run = _hash([_shapes(checkpoint), checkpoint.config, *facts])
+    partial = out.with_name(out.name + ".partial")
+    if not _complete(partial, run):
+        with _writer(partial, specs, shard_bytes, _hash([checkpoint.identity(), run])) as writer:
+            _write_all(checkpoint, plan, transform, chosen, writer, progress)
+            manifest = _manifest(checkpoint, plan, chosen, writer.done, recipe, run)
+            checkpoint.copy_side_files(partial)
+            config = dict(checkpoint.config)
+            if quantization := quantization_config(plan, chosen):
+                config["quantization_config"] = quantization
+            _write_json(partial / "config.json", config)
+            _write_json(partial / MANIFEST, manifest)
+            writer.finish()
+    manifest = json.loads((partial / MANIFEST).read_text())
+    if out.is_dir():
+        out.rmdir()
+    os.rename(partial, out)
+    _sync(out.parent)
+    return dict(manifest)
+
+
+class _writer:  # a context, named like a function
+    """A `StreamWriter` that lets go of its directory on the way out, with room on the disk checked first."""
+
+    def __init__(self, partial: Path, specs: list[TensorSpec], shard_bytes: int, fingerprint: str) -> None:
+        fresh = not partial.exists()
+        self._made = partial if fresh else None
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        self.writer = StreamWriter(partial, specs, shard_bytes, fingerprint)
+        try:
+            require_space(partial, self.writer.remaining)
+        except OSError:
+            self.writer.close()
+            if fresh:
+                (partial / JOURNAL).unlink()
+                partial.rmdir()
+            raise
+
+    def __enter__(self) -> StreamWriter:
+        return self.writer
+
+    def __exit__(self, *exc: object) -> None:
+        self.writer.close()
+
+
+def _complete(partial: Path, run: str) -> bool:
+    """Was this very run stopped after its last byte and before the rename?"""
+    try:
+        return not (partial / JOURNAL).exists() and json.loads((partial / MANIFEST).read_text())["run"] == run
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _write_all(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    transform: Transform,
+    layout: str | None,
+    writer: StreamWriter,
+    progress: Callable[[Progress], None] | None,
+) -> None:
+    total = sum(row.spec.nbytes for row in plan.rows)
+    done = 0
+    for row in plan.rows:
+        if row.name not in writer.done:
+            if row.touched:
+                tensors, note = _compressed(checkpoint, row, transform, layout)
+                writer.write(row.name, tensors, note)
+            else:
+                # the hash is known only after the bytes went by, so the tensor is read twice
+                digest = _source_hash(row.spec)
+                for piece in _pieces(checkpoint, row.spec):
+                    digest.update(_bytes(piece))
+                writer.write(row.name, {row.name: _pieces(checkpoint, row.spec)}, {"sha256": digest.hexdigest()})
+        done += row.spec.nbytes
+        if progress:
+            progress(Progress(done, total, row.name))
+
+
+def _pieces(checkpoint: Checkpoint, spec: TensorSpec) -> Iterator[torch.Tensor]:
+    """A tensor some rows at a time."""
+    if not spec.shape or spec.nbytes <= _CHUNK_BYTES:
+        yield checkpoint.read(spec.name)
+        return
+    step = max(_ROWS, _CHUNK_BYTES * spec.shape[0] // spec.nbytes // _ROWS * _ROWS)
+    for first in range(0, spec.shape[0], step):
+        yield checkpoint.read(spec.name, slice(first, min(first + step, spec.shape[0])))
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def _source_hash(spec: TensorSpec) -> Any:
+    return hashlib.sha256(json.dumps([spec.name, spec.dtype, spec.shape]).encode())
+
+
+def _compressed(
+    checkpoint: Checkpoint, row: Row, transform: Transform, layout: str | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A row's stored tensors, and its note: the source's hash and the error."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    digest = _source_hash(row.spec)
+    error = norm = zeros = 0.0
+    whole = [checkpoint.read(row.name)] if not rowwise(row) else _pieces(checkpoint, row.spec)
+    for piece in whole:
+        digest.update(_bytes(piece))
+        if not torch.isfinite(piece).all():
+            raise ValueError(f"{row.name} holds NaN or infinity: nothing sensible can be made of it; repair the checkpoint")
+        weight = transform.apply(Weight(piece), row)
+        for name, tensor in _finished(weight, row, layout).items():
+            parts.setdefault(name, []).append(tensor)
+        e, n, z = _difference(piece, weight)
+        error, norm, zeros = error + e, norm + n, zeros + z
+    fixed = {f"{row.module}.weight_shape", f"{row.module}.weight_global_scale", f"{row.name}.tensor_scale"}
+    tensors: dict[str, Any] = {name: pieces[:1] if name in fixed else pieces for name, pieces in parts.items()}
+    relative = math.sqrt(error / norm) if norm else 0.0
+    # six digits: more would depend on how many threads the sums were split over
+    note = {"sha256": digest.hexdigest(), "relative_error": float(f"{relative:.6g}"), "zeros": int(zeros)}
+    return tensors, note
+
+
+def _finished(weight: Weight, row: Row, layout: str | None) -> dict[str, torch.Tensor]:
+    if weight.codes is None:
+        return {row.name: weight.value}
+    return store(weight.codes, row, layout)
+
+
+def _difference(source: torch.Tensor, weight: Weight, rows: int = 1 << 18) -> tuple[float, float, int]:
+    """Sums of squared error and of squares, and the count of zeros, a cache-sized piece at a time."""
+    result = weight.value if weight.codes is None else decode(weight.codes, _format_of(weight))
+    error = norm = 0.0
+    zeros = 0
+    for a, b in zip(source.reshape(-1).split(rows), result.reshape(-1).split(rows)):
+        a, b = a.float(), b.float()
+        error += float(torch.dot(a - b, a - b).double())
+        norm += float(torch.dot(a, a).double())
+        zeros += b.numel() - int(torch.count_nonzero(b))
+    return error, norm, zeros
+
+
+def _format_of(weight: Weight) -> Format | None:
+    return getattr(weight.codes, "format", None)
+
+
+def _manifest(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    layout: str | None,
+    notes: Mapping[str, Any],
+    recipe: Mapping[str, str] | None,
+    run: str,
+) -> dict[str, Any]:
+    content = hashlib.sha256("".join(notes[row.name]["sha256"] for row in plan.rows).encode()).hexdigest()
+    formats = {str(row.weights): row.weights for row in plan.rows if row.weights is not None}
+    tensors = {}
+    for row in plan.rows:
+        entry: dict[str, Any] = {"shape": list(row.spec.shape), "dtype": row.spec.dtype, "kind": row.kind}
+        entry["action"] = row.action
+        if row.weights is not None:
+            entry["format"] = str(row.weights)
+            entry["stored"] = [spec.name for spec in stored(row, layout)]
+        if row.activations is not None:
+            entry["activations"] = str(row.activations)
+        if row.touched:
+            entry["relative_error"] = notes[row.name]["relative_error"]
+            entry["zeros"] = notes[row.name]["zeros"]
+        entry["bits_per_weight"] = stored_bits(row, layout)
+        if text := row.note or row.reason:
+            entry["why"] = text
+        tensors[row.name] = entry
+    return {
+        "halfulp": version("halfulp"),
+        "run": run,
+        "source": {"name": str(checkpoint.source), "sha256": content},
+        "recipe": dict(recipe or {}),
+        "layout": layout or "plain",
+        "how_to_decode": HOW_TO_DECODE,
+        "formats": {name: described(fmt) for name, fmt in formats.items()},
+        "kv": None if plan.kv is None else str(plan.kv),
+        "notes": list(plan.notes),
+        "tensors": tensors,
+    }
+
+
+def _shapes(checkpoint: Checkpoint) -> list[Any]:
+    return [[spec.name, spec.dtype, list(spec.shape)] for spec in checkpoint.tensors.values()]
+
+
+def _hash(parts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+__all__ = ["CODES", "MANIFEST", "Progress", "compress", "plan_of"]

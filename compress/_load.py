@@ -1,0 +1,126 @@
+"""A checkpoint, compressed by us or not, as a torch model that computes what the formats say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..numerics import Format, cast, decode, format
+from ._checkpoint import Checkpoint, open_checkpoint
+from ._compress import MANIFEST
+from ._layouts import restore, row_of
+from ._safetensors import TensorSpec
+
+
+def manifest_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The halfulp.json of an output of ours, None for any other checkpoint.
+
+    Raises ValueError for a damaged one.
+    """
+    path = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    if not (path / MANIFEST).is_file():
+        return None
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest["tensors"], manifest["layout"], manifest["source"]  # noqa: B018  # the keys that must be there
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path / MANIFEST} is damaged ({error}): compress the model again") from None
+    return dict(manifest)
+
+
+def tensors(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the original model, decoded, one at a time."""
+    manifest = manifest_of(checkpoint)
+    if manifest is None:
+        if "quantization_config" in checkpoint.config:
+            raise ValueError(
+                f"{checkpoint.source} is quantized and has no {MANIFEST}: it is not halfulp's; load it with transformers"
+            )
+        for name in checkpoint.tensors:
+            tensor = checkpoint.read(name)
+            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+        return
+    for name, entry in manifest["tensors"].items():
+        if "format" not in entry:
+            tensor = checkpoint.read(name)
+            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+            continue
+        spec = TensorSpec(name, entry["dtype"], tuple(entry["shape"]))
+        activations = format(entry["activations"]) if "activations" in entry else None
+        row = row_of(spec, entry["kind"], format(entry["format"]), activations)
+        codes = restore({part: checkpoint.read(part) for part in entry["stored"]}, row, manifest["layout"])
+        yield name, decode(codes, None if hasattr(codes, "format") else row.weights).to(dtype)
+
+
+def load(source: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    """A checkpoint as a transformers causal language model; compressed ones are decoded and emulated.
+
+    >>> model = load("out/")  # doctest: +SKIP
+
+    Weights are decoded to ``dtype``; activation and KV-cache formats of the recipe are emulated by rounding
+    inputs of the layers, and keys and values, while the model runs. ``model.halfulp_path`` says in words which
+    path that is. Needs the extra ``halfulp[hf]``.
+
+    Raises ValueError for a compressed checkpoint that is not ours, ImportError without transformers.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError("loading a model needs transformers: pip install 'halfulp[hf]'") from None
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    manifest = manifest_of(checkpoint)
+    config_dict = {k: v for k, v in checkpoint.config.items() if k not in ("quantization_config", "torch_dtype")}
+    if "model_type" not in config_dict:
+        raise ValueError(f"{checkpoint.source} has no config.json with a model_type: it cannot be built as a model")
+    config = transformers.AutoConfig.for_model(**config_dict)
+    state = dict(tensors(checkpoint, dtype))
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype
+    )
+    model.eval()
+    words = [f"{'decoded to ' if manifest else ''}{str(dtype).removeprefix('torch.')}, eager torch"]
+    if manifest is not None:
+        rounded = {name: e["activations"] for name, e in manifest["tensors"].items() if "activations" in e}
+        if rounded:
+            _emulate_activations(model, rounded)
+            words.append(f"activations emulated ({', '.join(sorted(set(rounded.values())))})")
+        if manifest["kv"]:
+            _emulate_kv(model, format(manifest["kv"]))
+            words.append(f"KV cache emulated ({manifest['kv']})")
+    model.halfulp_path = ", ".join(words)
+    return model  # type: ignore[no-any-return]
+
+
+def _emulate_activations(model: torch.nn.Module, rounded: dict[str, str]) -> None:
+    modules = dict(model.named_modules())
+    for name, text in rounded.items():
+        module = modules.get(name.removesuffix(".weight"))
+        if module is None:
+            raise ValueError(f"the model has no module for {name}, whose activations are to be {text}")
+        fmt = format(text)
+
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], fmt: Format = fmt) -> tuple[Any, ...]:
+            return (cast(args[0], fmt), *args[1:])
+
+        module.register_forward_pre_hook(hook)
+
+
+def _emulate_kv(model: torch.nn.Module, fmt: Format) -> None:
+    from transformers import DynamicCache
+
+    class RoundedCache(DynamicCache):
+        """A cache that keeps what the format keeps of each key and value."""
+
+        def update(self, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return super().update(cast(key, fmt), cast(value, fmt), *args, **kwargs)
+
+    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if kwargs.get("past_key_values") is None:
+            kwargs["past_key_values"] = RoundedCache(config=module.config)
+        return args, kwargs
+
+    model.register_forward_pre_hook(hook, with_kwargs=True)

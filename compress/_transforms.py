@@ -1,0 +1,215 @@
+"""Transforms: what may be done to the tensors of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+
+from ..numerics import Block, Format, Quantized, encode
+from ..numerics import format as read_format
+from ._plan import LINEAR, Plan, Row, divides, select
+from ._prune import Sparsity, mask, sparsity
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor on its way through a chain: its numbers, and its codes once it has them."""
+
+    value: torch.Tensor
+    codes: Quantized | torch.Tensor | None = None
+
+
+class Transform(Protocol):
+    """Two pure methods: first the plan, then tensor by tensor."""
+
+    def plan(self, plan: Plan) -> Plan:
+        """Mark the rows that the transform touches; raise ValueError where it cannot."""
+        ...
+
+    def apply(self, weight: Weight, row: Row) -> Weight:
+        """Transform one tensor as its row says. A row without a mark of this transform passes unchanged."""
+        ...
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Transforms one after the other; see `chain`."""
+
+    transforms: tuple[Transform, ...]
+
+    def plan(self, plan: Plan) -> Plan:
+        for transform in self.transforms:
+            plan = transform.plan(plan)
+        return plan
+
+    def apply(self, weight: Weight, row: Row) -> Weight:
+        for transform in self.transforms:
+            weight = transform.apply(weight, row)
+        return weight
+
+
+def chain(*transforms: Transform) -> Chain:
+    """Transforms in order.
+
+    >>> chain(prune("2:4"), quantize("int4:g128")).plan  # doctest: +ELLIPSIS
+    <bound method Chain.plan of Chain(...)>
+    """
+    return Chain(tuple(transforms))
+
+
+Ragged = Literal["error", "refit", "ragged"]
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Round to nearest; see `quantize`."""
+
+    weights: Format
+    activations: Format | None
+    kv: Format | None
+    targets: tuple[str, ...]
+    ignore: tuple[str, ...]
+    ragged: Ragged
+
+    def plan(self, plan: Plan) -> Plan:
+        rows = {row.name: row for row in select(plan, self.targets, self.ignore)}
+        free = {name: row for name, row in rows.items() if row.weights is None}
+        if rows and not free:
+            raise ValueError(f"targets {list(self.targets)} match only tensors that an earlier step quantizes")
+        marked = {name: self._mark(row) for name, row in free.items()}
+        notes = list(plan.notes)
+        refit: dict[str, int] = {}
+        for row in marked.values():
+            if row.note:
+                refit[row.note] = refit.get(row.note, 0) + 1
+        notes += [f"{count} tensors: {note}" for note, count in refit.items()]
+        if self.activations is not None and any(row.kind == "experts" for row in marked.values()):
+            notes.append("fused experts: weights only, their activations stay as they are")
+        if self.kv is not None and plan.kv is not None:
+            raise ValueError(f"the KV cache is {plan.kv} by an earlier step; give kv once")
+        return plan.update(marked, notes=tuple(notes), kv=self.kv or plan.kv)
+
+    def _mark(self, row: Row) -> Row:
+        if not _is_float(row):
+            raise ValueError(
+                f"{row.name} holds {row.spec.dtype}: only floating-point tensors are quantized; "
+                "add it to ignore, or start from the uncompressed checkpoint"
+            )
+        fmt, note = self.weights, ""
+        if not divides(fmt, row):
+            fmt, note = _fit(fmt, row, self.ragged)
+        if isinstance(fmt, Block):
+            fmt = replace(fmt, axis=row.axis)
+        activations = self.activations if row.kind != "experts" else None
+        return replace(row, weights=fmt, activations=activations, reason="", note=note)
+
+    def apply(self, weight: Weight, row: Row) -> Weight:
+        if row.weights is None or weight.codes is not None:
+            return weight
+        return replace(weight, codes=encode(weight.value, row.weights))
+
+
+def _is_float(row: Row) -> bool:
+    return row.spec.dtype in ("F64", "F32", "F16", "BF16")
+
+
+def _fit(fmt: Format, row: Row, ragged: Ragged) -> tuple[Format, str]:
+    """A block format for an axis that its size does not divide."""
+    assert isinstance(fmt, Block)
+    assert isinstance(fmt.size, int)
+    n = row.spec.shape[row.axis]
+    if ragged == "ragged":
+        return fmt, f"{fmt} has a short last block, {fmt.size} does not divide {n}"
+    smaller = next((s for s in (fmt.size >> i for i in range(1, fmt.size.bit_length())) if n % s == 0), 1)
+    if ragged == "refit" and smaller >= 8:
+        fitted = replace(fmt, size=smaller)
+        return fitted, f"{fitted} for {fmt}, since {fmt.size} does not divide {n}"
+    raise ValueError(
+        f"{row.name}: blocks of {fmt.size} do not divide its {n} inputs; choose a size that does, "
+        f"ragged='refit' (smaller blocks here), ragged='ragged' (a short last block) or ignore the module"
+    )
+
+
+def quantize(
+    weights: Format | str,
+    activations: Format | str | None = None,
+    kv: Format | str | None = None,
+    *,
+    targets: str | Iterable[str] = (LINEAR,),
+    ignore: str | Iterable[str] = (),
+    ragged: Ragged = "ragged",
+) -> Quantize:
+    """Round weights to the nearest numbers of a format; nothing is calibrated.
+
+    >>> quantize("int4:g128", targets=["*.mlp.*"]).weights.size
+    128
+
+    weights: the format of each matrix, blocks along its input axis.
+    activations: the format that inputs of those layers are rounded to while the model runs (dynamic).
+    kv: the format of keys and values in the cache, along the head dimension.
+    targets, ignore: "linear" (all linear layers and experts, but no embedding, head or router) or patterns
+    for whole module names; a pattern that matches nothing is an error. Of several steps the first that
+    matches a tensor has it.
+    ragged: where a block size does not divide: "ragged" (a short last block), "refit" (the largest half,
+    quarter, ... of the size that divides, from 8 on; the plan and the report say so) or "error".
+
+    Raises ValueError for an unreadable format or a ragged that is not one of the three.
+    """
+    if ragged not in ("error", "refit", "ragged"):
+        raise ValueError(f"ragged={ragged!r}: choose 'error', 'refit' or 'ragged'")
+    read = [None if fmt is None else read_format(fmt) for fmt in (weights, activations, kv)]
+    if read[0] is None:
+        raise ValueError("quantize needs the format of the weights, such as quantize('int8:channel')")
+    names = [(x,) if isinstance(x, str) else tuple(x) for x in (targets, ignore)]
+    return Quantize(read[0], read[1], read[2], names[0], names[1], ragged)
+
+
+@dataclass(frozen=True)
+class Prune:
+    """Set the smallest magnitudes to zero; see `prune`."""
+
+    pattern: Sparsity
+    targets: tuple[str, ...]
+    ignore: tuple[str, ...]
+
+    def plan(self, plan: Plan) -> Plan:
+        rows = select(plan, self.targets, self.ignore)
+        late = next((row for row in rows if row.weights is not None), None)
+        if late is not None:
+            raise ValueError(f"{late.name} is quantized before it is pruned; put prune first in the chain")
+        twice = next((row for row in rows if row.prune is not None), None)
+        if twice is not None:
+            raise ValueError(f"{twice.name} is pruned by an earlier step already ({twice.prune})")
+        for row in rows:
+            if not _is_float(row):
+                raise ValueError(f"{row.name} holds {row.spec.dtype}: only floating-point tensors are pruned")
+            self.pattern.check(row.name, row.spec.shape[row.axis])
+        return plan.update({row.name: replace(row, prune=self.pattern, reason="") for row in rows})
+
+    def apply(self, weight: Weight, row: Row) -> Weight:
+        if row.prune is not self.pattern:
+            return weight
+        keep = mask(weight.value, self.pattern, row.axis)
+        return replace(weight, value=torch.where(keep, weight.value, torch.zeros_like(weight.value)))
+
+
+def prune(
+    pattern: str | float,
+    *,
+    targets: str | Iterable[str] = (LINEAR,),
+    ignore: str | Iterable[str] = (),
+) -> Prune:
+    """Magnitude pruning: the smallest weights become zero and stay zero under any later step of the chain.
+
+    >>> prune("2:4").pattern, prune(0.5).pattern
+    (NM(n=2, m=4), Unstructured(fraction=0.5))
+
+    pattern: "N:M" keeps the N largest of every M neighbours along the input axis; a fraction from 0 to 1 is
+    the share of each tensor that goes. Ties keep the earlier weight. targets and ignore as in `quantize`.
+    Raises ValueError for a pattern that is neither.
+    """
+    names = [(x,) if isinstance(x, str) else tuple(x) for x in (targets, ignore)]
+    return Prune(sparsity(pattern), names[0], names[1])

@@ -1,0 +1,261 @@
+"""Score a candidate against its baseline: one record with accuracy, size and latency."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ..compress import Checkpoint, load, manifest_of, open_checkpoint
+from . import _accuracy, _latency
+from ._record import (
+    Accuracy,
+    Estimate,
+    Latency,
+    ModelId,
+    RecipeId,
+    Record,
+    Size,
+    TensorResult,
+    Timing,
+    environment,
+    peak_rss_bytes,
+)
+from ._text import Text, text, windows
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How to score: the text cut in ``windows`` of ``window`` tokens (None: all of it), and what to time.
+
+    ``text``: a source for `halfulp.text`. ``stride`` None makes disjoint windows. ``prompt`` and ``new`` are
+    the tokens of the latency measurement, which ``latency=False`` leaves out.
+    """
+
+    text: str = "embedded"
+    window: int = 512
+    stride: int | None = None
+    windows: int | None = 8
+    latency: bool = True
+    prompt: int = 128
+    new: int = 16
+    repeats: int = 7
+    threads: int | None = None
+    seed: int = 0
+
+
+Stage = Callable[[str, int, int], None]
+
+
+def tokens_of(checkpoint: Checkpoint, content: str) -> tuple[list[int], int | None]:
+    """The ids of a text by the checkpoint's own tokenizer, and the BOS id if that tokenizer adds one.
+
+    Raises ValueError where there is no tokenizer, ImportError without transformers.
+    """
+    try:
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
+    except ImportError:
+        raise ImportError("scoring needs transformers: pip install 'halfulp[hf]'") from None
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.copy_side_files(folder)
+        # the tokenizer warns of a text longer than the model's context; windows are cut from it below
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            ids = list(tokenizer(content)["input_ids"])
+        except (OSError, ValueError, KeyError) as error:
+            line = str(error).strip().splitlines()[0]
+            raise ValueError(f"{checkpoint.source} has no tokenizer that transformers can read: {line}") from None
+        finally:
+            logging.set_verbosity(verbosity)
+    bos = tokenizer.bos_token_id
+    return ids, bos if bos is not None and ids[:1] == [bos] else None
+
+
+def score(
+    candidate: str | Path,
+    baseline: str | Path | None = None,
+    settings: Settings | None = None,
+    *,
+    command: Sequence[str] = (),
+    stage: Stage | None = None,
+) -> Record:
+    """Perplexity, KL and top-1 agreement, size and latency of a model beside its baseline's.
+
+    >>> record = score("out/", "smollm2-135m", Settings(window=1024, windows=16))  # doctest: +SKIP
+
+    candidate: a checkpoint, compressed by halfulp or plain. baseline: the uncompressed model; None scores the
+    candidate alone. Both run in float32; the record says which execution path that is. stage is called with
+    (what is going on, steps done, steps in all).
+
+    Raises ValueError for a text that is too short, models whose vocabularies differ, and what `load` refuses.
+    """
+    settings = settings or Settings()
+    say = stage or (lambda what, done, total: None)
+    started = time.monotonic()
+    seconds: dict[str, float] = {}
+
+    def clock(part: str, since: float) -> float:
+        seconds[part] = seconds.get(part, 0.0) + time.monotonic() - since
+        return time.monotonic()
+
+    checkpoint = open_checkpoint(candidate)
+    reference = open_checkpoint(baseline) if baseline is not None else None
+    source = text(settings.text)
+    ids, bos = tokens_of(reference or checkpoint, source.content)
+    cut = windows(ids, window=settings.window, stride=settings.stride, count=settings.windows, bos=bos)
+    say("loading", 0, 1)
+    now = time.monotonic()
+    model = load(checkpoint)
+    base = load(reference) if reference is not None else None
+    now = clock("load", now)
+
+    def step(done: int, total: int) -> None:
+        say("scoring", done, total)
+
+    if base is not None:
+        result = _accuracy.compare(model, base, cut, progress=step)
+    else:
+        result = _accuracy.perplexity(model, cut, progress=step)
+    now = clock("accuracy", now)
+    latency = base_latency = None
+    if settings.latency:
+        say("timing", 0, 2)
+        latency = _timed(model, settings)
+        say("timing", 1, 2)
+        base_latency = _timed(base, settings) if base is not None else None
+        say("timing", 2, 2)
+        clock("latency", now)
+    seconds["total"] = time.monotonic() - started
+    manifest = manifest_of(checkpoint)
+    versions, machine = environment()
+    return Record(
+        kind="score",
+        name=Path(str(candidate)).name or str(candidate),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=list(command),
+        versions=versions,
+        machine=machine,
+        seed=settings.seed,
+        model=model_id(checkpoint, manifest),
+        recipe=recipe_id(manifest),
+        seconds={part: round(value, 3) for part, value in seconds.items()},
+        peak_rss_bytes=peak_rss_bytes(),
+        size=size_of(checkpoint, manifest),
+        baseline_size=size_of(reference, None) if reference is not None else None,
+        tensors=tensor_results(manifest),
+        accuracy=_accuracy_record(result, source, settings, bos),
+        latency=latency,
+        baseline_latency=base_latency,
+        notes=list(manifest["notes"]) if manifest else [],
+    )
+
+
+def _timed(model: Any, settings: Settings) -> Latency:
+    timed = _latency.latency(
+        model,
+        model.config.vocab_size,
+        prompt=settings.prompt,
+        new=settings.new,
+        repeats=settings.repeats,
+        threads=settings.threads,
+        seed=settings.seed,
+    )
+    return Latency(
+        path=model.halfulp_path,
+        threads=timed.threads,
+        prompt=timed.prompt,
+        new=timed.new,
+        prefill=_timing(timed.prefill),
+        decode=_timing(timed.decode),
+    )
+
+
+def _timing(timing: _latency.Timing) -> Timing:
+    return Timing(**{key: getattr(timing, key) for key in Timing.model_fields})
+
+
+def _estimate(estimate: _accuracy.Estimate | None) -> Estimate | None:
+    return None if estimate is None else Estimate(value=estimate.value, se=estimate.se)
+
+
+def _accuracy_record(result: _accuracy.Accuracy, source: Text, settings: Settings, bos: int | None) -> Accuracy:
+    perplexity = _estimate(result.perplexity)
+    assert perplexity is not None
+    return Accuracy(
+        text=source.source,
+        text_sha256=source.sha256,
+        tokens=result.tokens,
+        windows=result.windows,
+        window=settings.window,
+        stride=settings.stride or settings.window - (bos is not None),
+        bos="none added, the tokenizer adds none" if bos is None else f"id {bos} in every window",
+        perplexity=perplexity,
+        baseline_perplexity=_estimate(result.baseline_perplexity),
+        log_perplexity_ratio=_estimate(result.log_ratio),
+        kl=_estimate(result.kl),
+        top1=_estimate(result.top1),
+        kl_p99=result.kl_p99,
+    )
+
+
+def parameters_of(checkpoint: Checkpoint, manifest: dict[str, Any] | None) -> int:
+    """Parameters of the uncompressed model."""
+    if manifest is None:
+        return sum(spec.numel for spec in checkpoint.tensors.values())
+    return sum(prod(entry["shape"]) for entry in manifest["tensors"].values())
+
+
+def model_id(checkpoint: Checkpoint, manifest: dict[str, Any] | None) -> ModelId:
+    """The uncompressed model behind a checkpoint."""
+    source = manifest["source"] if manifest else {"name": checkpoint.source, "sha256": None}
+    return ModelId(source=source["name"], sha256=source["sha256"], parameters=parameters_of(checkpoint, manifest))
+
+
+def recipe_id(manifest: dict[str, Any] | None) -> RecipeId | None:
+    """The recipe that made a checkpoint."""
+    recipe = (manifest or {}).get("recipe")
+    return RecipeId(**recipe) if recipe else None
+
+
+def size_of(checkpoint: Checkpoint, manifest: dict[str, Any] | None) -> Size:
+    """Bytes and bits of a checkpoint, scales and shapes counted."""
+    weight_bytes = sum(spec.nbytes for spec in checkpoint.tensors.values())
+    entries = [e for e in (manifest or {"tensors": {}})["tensors"].values() if "format" in e]
+    quantized = sum(prod(e["shape"]) for e in entries)
+    bits = sum(e["bits_per_weight"] * prod(e["shape"]) for e in entries)
+    return Size(
+        bytes_on_disk=sum(path.stat().st_size for path in checkpoint.weight_files),
+        weight_bytes=weight_bytes,
+        quantized_parameters=quantized,
+        bits_per_weight=bits / quantized if quantized else None,
+        bits_per_parameter=8 * weight_bytes / parameters_of(checkpoint, manifest),
+    )
+
+
+def tensor_results(manifest: dict[str, Any] | None) -> list[TensorResult]:
+    """What was done to each tensor, from the manifest."""
+    import math
+
+    results = []
+    for name, entry in (manifest or {"tensors": {}})["tensors"].items():
+        error = entry.get("relative_error")
+        results.append(
+            TensorResult(
+                name=name,
+                shape=entry["shape"],
+                action=entry["action"],
+                reason=entry.get("why", ""),
+                bits_per_weight=entry["bits_per_weight"],
+                relative_error=error,
+                sqnr_db=-20 * math.log10(error) if error else None,
+            )
+        )
+    return results

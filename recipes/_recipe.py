@@ -1,0 +1,166 @@
+"""Recipes: what a person writes down, checked, and the transform that it means."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ..compress import Transform, chain, prune, quantize
+from ..compress._prune import sparsity
+from ..numerics import format
+
+
+def _readable(text: str) -> str:
+    format(text)
+    return text
+
+
+def _sparsity(text: str) -> str:
+    sparsity(text)
+    return text
+
+
+FormatName = Annotated[
+    str, AfterValidator(_readable), Field(description="A number format, such as int4:g128", examples=["mxfp4"])
+]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Touching(_Strict):
+    targets: list[str] = Field(["linear"], description='"linear", or patterns for whole module names')
+    ignore: list[str] = Field([], description="Patterns for modules to leave alone")
+
+
+class QuantizeStep(_Touching):
+    """Round to nearest in a number format."""
+
+    weights: FormatName
+    activations: FormatName | None = None
+    kv: FormatName | None = None
+    ragged: Literal["ragged", "refit", "error"] = Field("ragged", description="Where a block does not divide")
+
+
+class PruneStep(_Touching):
+    """Magnitude pruning."""
+
+    pattern: Annotated[str, AfterValidator(_sparsity)] = Field(description='"2:4", or a fraction such as 0.5')
+
+
+class Step(_Strict):
+    """One step: exactly one of the transforms."""
+
+    quantize: QuantizeStep | None = None
+    prune: PruneStep | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> Step:
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            what = "has none" if not given else f"has {' and '.join(given)}"
+            raise ValueError(f"a step is one of {', '.join(type(self).model_fields)}; this one {what}")
+        return self
+
+
+class Recipe(_Strict):
+    """A named list of steps, applied in order.
+
+    >>> Recipe.model_validate({"name": "mine", "steps": [{"quantize": {"weights": "int4:g64"}}]}).name
+    'mine'
+    """
+
+    name: str = Field(min_length=1)
+    description: str = ""
+    steps: list[Step] = Field(min_length=1)
+
+    def transform(self) -> Transform:
+        """The transform that the recipe means."""
+        made: list[Transform] = []
+        for step in self.steps:
+            if step.quantize is not None:
+                made.append(quantize(**step.quantize.model_dump()))
+            if step.prune is not None:
+                made.append(prune(**step.prune.model_dump()))
+        return chain(*made)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which numbers are decimal: YAML 1.1 reads 2:4 as 124, base 60."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in pairs if not tag.endswith((":int", ":float"))]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def shipped() -> dict[str, Path]:
+    """The recipes that come with halfulp, by name."""
+    folder = Path(str(resources.files(__package__)))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def _key(name: str) -> str:
+    return name.replace(":", "-")
+
+
+def read_recipe(source: str | Path) -> tuple[Recipe, dict[str, str]]:
+    """A recipe by the name of a shipped one or from a YAML file, and its name, hash and text for the record.
+
+    >>> read_recipe("mxfp4")[0].steps[0].quantize.weights
+    'mxfp4:rule=even'
+
+    Raises FileNotFoundError for neither, ValueError naming file, place, what stands there and what would do.
+    """
+    name = str(source)
+    path = shipped().get(_key(name), Path(name))
+    if not path.is_file():
+        import difflib
+
+        near = difflib.get_close_matches(_key(name), shipped(), n=2)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ";"
+        raise FileNotFoundError(f"no recipe {name!r}{hint} It is neither a file nor one of {', '.join(shipped())}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        data = yaml.load(text, Loader=_Loader)  # noqa: S506  # a SafeLoader
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        raise ValueError(f"{path}: {_sentence(error)}") from None
+    return recipe, {"name": recipe.name, "sha256": hashlib.sha256(text.encode()).hexdigest(), "text": text}
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first complaint in one sentence: where, what is wrong, what would do."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"]) or "the recipe"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    if first["type"] == "extra_forbidden":
+        choices = _fields_at(first["loc"][:-1])
+        return f"unknown key {place}; the keys here are {', '.join(choices)}{more}"
+    if first["type"] == "missing":
+        return f"{place} is missing{more}"
+    if first["type"] == "model_type":
+        return f"{place} should be a mapping of {', '.join(_fields_at(first['loc']))}, not {first['input']!r}{more}"
+    return f"{place}: {first['msg'].removeprefix('Value error, ')}{more}"
+
+
+def _fields_at(location: tuple[Any, ...]) -> list[str]:
+    """The keys that a place in a recipe may have."""
+    models: dict[Any, type[BaseModel]] = {"quantize": QuantizeStep, "prune": PruneStep}
+    model = next((models[part] for part in reversed(location) if part in models), None)
+    return list((model or (Step if len(location) else Recipe)).model_fields)
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a recipe file."""
+    return Recipe.model_json_schema() | {"$schema": "https://json-schema.org/draft/2020-12/schema"}
