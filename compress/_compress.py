@@ -6,25 +6,31 @@ import hashlib
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..numerics import Format, decode
 from ._checkpoint import Checkpoint, open_checkpoint
-from ._layouts import choose, described, quantization_config, rowwise, store, stored, stored_bits
+from ._layouts import choose, described, quantization_config, rowwise, runtime_dtype, store, stored, stored_bits
 from ._plan import Plan, Row, start
 from ._safetensors import CODES, JOURNAL, StreamWriter, TensorSpec, require_space
 from ._transforms import Transform, Weight
 
 MANIFEST = "halfulp.json"
 SHARD_BYTES = 5 * 10**9
-_CHUNK_BYTES = 1 << 25  # source bytes worked on at a time
+_CHUNK_BYTES = 1 << 21  # source bytes that one thread works on at a time
 _ROWS = 32  # zero points are packed along the rows, 32 at a time
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 HOW_TO_DECODE = (
     "A tensor in the halfulp layout is NAME.codes (uint8: codes of the element format packed along the last axis, "
@@ -82,7 +88,8 @@ def compress(
     out: a directory that is not there yet. Everything is written to ``OUT.partial`` and renamed at the end; a
     run that was stopped goes on where it was and ends with the same bytes.
     layout: "compressed-tensors" or "halfulp"; None takes the first wherever it can hold every tensor.
-    Memory: a few chunks of 32 MB, or one whole tensor and its codes where a format or mask spans the tensor.
+    Memory: a tensor's codes and a few chunks of 2 MB, or one whole tensor and its codes where a format or a
+    mask spans the tensor. Threads: as many as torch is set to use; the result does not depend on them.
 
     Raises FileExistsError for an output that exists, ValueError for what cannot be done (see the transforms),
     a tensor with NaN or infinity, or another run's OUT.partial; OSError for a full disk.
@@ -92,7 +99,8 @@ def compress(
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise FileExistsError(f"{out} exists: pass another -o, or remove it first")
     if "quantization_config" in checkpoint.config:
-        method = checkpoint.config["quantization_config"].get("quant_method", "an unknown method")
+        quantization = checkpoint.config["quantization_config"]
+        method = quantization.get("quant_method", quantization.get("format", "an unknown method"))
         raise ValueError(f"{checkpoint.source} is quantized already ({method}): start from the uncompressed checkpoint")
     plan = plan_of(checkpoint, transform)
     if not any(row.touched for row in plan.rows) and plan.kv is None:
@@ -100,6 +108,11 @@ def compress(
     chosen, why = choose(plan, layout)
     if why:
         plan = replace(plan, notes=(*plan.notes, f"written in the halfulp layout: {why}"))
+    dtype = runtime_dtype(plan, chosen)
+    given = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype"))
+    if dtype not in (None, given):
+        note = f"config.json says {dtype}, not {given}: transformers decodes this layout to {dtype}"
+        plan = replace(plan, notes=(*plan.notes, note))
     specs = [spec for row in plan.rows for spec in stored(row, chosen)]
     facts = [version("halfulp"), str(plan), repr(plan.rows), repr(plan.kv), str(chosen), shard_bytes, dict(recipe or {})]
     run = _hash([_shapes(checkpoint), checkpoint.config, *facts])
@@ -112,6 +125,8 @@ def compress(
             config = dict(checkpoint.config)
             if quantization := quantization_config(plan, chosen):
                 config["quantization_config"] = quantization
+            if dtype:
+                config |= {"dtype": dtype, "torch_dtype": dtype}
             _write_json(partial / "config.json", config)
             _write_json(partial / MANIFEST, manifest)
             writer.finish()
@@ -165,20 +180,22 @@ def _write_all(
 ) -> None:
     total = sum(row.spec.nbytes for row in plan.rows)
     done = 0
-    for row in plan.rows:
-        if row.name not in writer.done:
-            if row.touched:
-                tensors, note = _compressed(checkpoint, row, transform, layout)
-                writer.write(row.name, tensors, note)
-            else:
-                # the hash is known only after the bytes went by, so the tensor is read twice
-                digest = _source_hash(row.spec)
-                for piece in _pieces(checkpoint, row.spec):
-                    digest.update(_bytes(piece))
-                writer.write(row.name, {row.name: _pieces(checkpoint, row.spec)}, {"sha256": digest.hexdigest()})
-        done += row.spec.nbytes
-        if progress:
-            progress(Progress(done, total, row.name))
+    with _pool() as pool:
+        for row in plan.rows:
+            if row.name not in writer.done:
+                if row.touched:
+                    tensors, note = _compressed(checkpoint, row, transform, layout, pool)
+                    writer.write(row.name, tensors, note)
+                else:
+                    # the hash is known only after the bytes went by, so the tensor is read twice
+                    digest = _source_hash(row.spec)
+                    for piece in _pieces(checkpoint, row.spec):
+                        digest.update(_bytes(piece))
+                    pieces = {row.name: _pieces(checkpoint, row.spec)}
+                    writer.write(row.name, pieces, {"sha256": digest.hexdigest()})
+            done += row.spec.nbytes
+            if progress:
+                progress(Progress(done, total, row.name))
 
 
 def _pieces(checkpoint: Checkpoint, spec: TensorSpec) -> Iterator[torch.Tensor]:
@@ -200,28 +217,57 @@ def _source_hash(spec: TensorSpec) -> Any:
 
 
 def _compressed(
-    checkpoint: Checkpoint, row: Row, transform: Transform, layout: str | None
+    checkpoint: Checkpoint, row: Row, transform: Transform, layout: str | None, pool: ThreadPoolExecutor
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A row's stored tensors, and its note: the source's hash and the error."""
     parts: dict[str, list[torch.Tensor]] = {}
     digest = _source_hash(row.spec)
     error = norm = zeros = 0.0
-    whole = [checkpoint.read(row.name)] if not rowwise(row) else _pieces(checkpoint, row.spec)
-    for piece in whole:
-        digest.update(_bytes(piece))
+
+    def one(piece: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor], tuple[float, float, int]]:
         if not torch.isfinite(piece).all():
             raise ValueError(f"{row.name} holds NaN or infinity: nothing sensible can be made of it; repair the checkpoint")
         weight = transform.apply(Weight(piece), row)
-        for name, tensor in _finished(weight, row, layout).items():
+        return piece, _finished(weight, row, layout), _difference(piece, weight)
+
+    whole = [checkpoint.read(row.name)] if not rowwise(row) else _pieces(checkpoint, row.spec)
+    for piece, tensors, (e, n, z) in _in_order(pool, one, whole):
+        digest.update(_bytes(piece))
+        for name, tensor in tensors.items():
             parts.setdefault(name, []).append(tensor)
-        e, n, z = _difference(piece, weight)
         error, norm, zeros = error + e, norm + n, zeros + z
     fixed = {f"{row.module}.weight_shape", f"{row.module}.weight_global_scale", f"{row.name}.tensor_scale"}
-    tensors: dict[str, Any] = {name: pieces[:1] if name in fixed else pieces for name, pieces in parts.items()}
+    written = {name: pieces[:1] if name in fixed else pieces for name, pieces in parts.items()}
     relative = math.sqrt(error / norm) if norm else 0.0
     # six digits: more would depend on how many threads the sums were split over
     note = {"sha256": digest.hexdigest(), "relative_error": float(f"{relative:.6g}"), "zeros": int(zeros)}
-    return tensors, note
+    return written, note
+
+
+@contextmanager
+def _pool() -> Iterator[ThreadPoolExecutor]:
+    """As many threads as torch has, each with torch to itself.
+
+    Torch's own threads meet after every operation; on a busy machine they spend most of the time waiting.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _in_order(pool: ThreadPoolExecutor, work: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:
+    """Results in the order of the items, with only a few items on their way at a time."""
+    waiting: deque[Future[B]] = deque()
+    for item in items:
+        waiting.append(pool.submit(work, item))
+        if len(waiting) > pool._max_workers:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
 
 
 def _finished(weight: Weight, row: Row, layout: str | None) -> dict[str, torch.Tensor]:

@@ -266,7 +266,8 @@ def quantization_config(plan: Plan, layout: str | None) -> dict[str, Any] | None
     if layout is None:
         return None
     if layout == OURS:
-        return {"quant_method": OURS, "load_with": "halfulp.load(path)", "described_in": "halfulp.json"}
+        # no quant_method: transformers skips one that it does not know, and runs the model on random weights
+        return {"format": OURS, "load_with": "halfulp.load(path)", "described_in": "halfulp.json"}
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in plan.rows:
         if row.weights is not None:
@@ -294,6 +295,21 @@ def quantization_config(plan: Plan, layout: str | None) -> dict[str, Any] | None
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }
+
+
+# what compressed-tensors decodes these layouts to, whatever the model's dtype
+_TO_BFLOAT16 = {*_MX.values(), "nvfp4-pack-quantized"}
+
+
+def runtime_dtype(plan: Plan, layout: str | None) -> str | None:
+    """The dtype that config.json has to state for the layout to run in transformers, where that matters.
+
+    compressed-tensors (0.20) decodes its MX and NVFP4 layouts to bfloat16, which no layer of another dtype takes.
+    """
+    if layout != THEIRS:
+        return None
+    kinds = (scheme(row.weights, row.activations) for row in plan.rows if row.weights is not None)
+    return "bfloat16" if any(kind is not None and kind.format in _TO_BFLOAT16 for kind in kinds) else None
 
 
 def stored_bits(row: Row, layout: str | None) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..numerics import Format, cast, decode, format
 from ._checkpoint import Checkpoint, open_checkpoint
 from ._compress import MANIFEST
 from ._layouts import restore, row_of
-from ._safetensors import TensorSpec
+from ._safetensors import TensorSpec, some_names
 
 
 def manifest_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
@@ -78,9 +78,12 @@ def load(source: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32)
         raise ValueError(f"{checkpoint.source} has no config.json with a model_type: it cannot be built as a model")
     config = transformers.AutoConfig.for_model(**config_dict)
     state = dict(tensors(checkpoint, dtype))
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        None, config=config, state_dict=state, dtype=dtype
-    )
+    # the class itself: the Auto class takes no state_dict without a path
+    kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    model, info = kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
+    if lost := sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]})):
+        # transformers fills them with random numbers
+        raise ValueError(f"{checkpoint.source} lacks tensors that the model needs: {some_names(lost)}; download it again")
     model.eval()
     words = [f"{'decoded to ' if manifest else ''}{str(dtype).removeprefix('torch.')}, eager torch"]
     if manifest is not None:
@@ -110,17 +113,28 @@ def _emulate_activations(model: torch.nn.Module, rounded: dict[str, str]) -> Non
 
 
 def _emulate_kv(model: torch.nn.Module, fmt: Format) -> None:
+    from inspect import signature
+
     from transformers import DynamicCache
 
-    class RoundedCache(DynamicCache):
-        """A cache that keeps what the format keeps of each key and value."""
+    # transformers calls it cache from 5.24 on, and warns of the older name
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
-        def update(self, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return super().update(cast(key, fmt), cast(value, fmt), *args, **kwargs)
+    def rounded(update: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return update(cast(key, fmt), cast(value, fmt), *args, **kwargs)
+
+        return wrapper
 
     def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if kwargs.get("past_key_values") is None:
-            kwargs["past_key_values"] = RoundedCache(config=module.config)
+        given = [kwargs[key] for key in ("cache", "past_key_values") if kwargs.get(key) is not None]
+        if not given:
+            kwargs[name] = DynamicCache(config=module.config)
+            given = [kwargs[name]]
+        # the caller's own cache (generate makes one) has to round too, once
+        if not hasattr(given[0], "halfulp_format"):
+            given[0].update = rounded(given[0].update)
+            given[0].halfulp_format = fmt
         return args, kwargs
 
     model.register_forward_pre_hook(hook, with_kwargs=True)

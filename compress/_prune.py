@@ -85,7 +85,7 @@ def mask(weight: torch.Tensor, pattern: Sparsity, axis: int = -1) -> torch.Tenso
         return torch.ones_like(weight, dtype=torch.bool)
     flat = magnitude.flatten()
     # kthvalue of half types is slow; the float copy of one tensor is the price
-    threshold = flat.float().kthvalue(count).values
+    threshold = (flat if flat.dtype == torch.float64 else flat.float()).kthvalue(count).values
     keep = flat > threshold
     ties = flat == threshold
     spare = magnitude.numel() - count - int(keep.sum())

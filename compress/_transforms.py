@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from ..numerics import Block, Format, Quantized, encode
+from ..numerics import Block, Codebook, Format, Quantized, encode
 from ..numerics import format as read_format
 from ._plan import LINEAR, Plan, Row, divides, select
 from ._prune import Sparsity, mask, sparsity
@@ -99,6 +99,8 @@ class Quantize:
                 "add it to ignore, or start from the uncompressed checkpoint"
             )
         fmt, note = self.weights, ""
+        if row.prune is not None and not _has_zero(fmt):
+            raise ValueError(f"{row.name} is pruned, and {fmt} has no zero to hold the mask; choose a format that has")
         if not divides(fmt, row):
             fmt, note = _fit(fmt, row, self.ragged)
         if isinstance(fmt, Block):
@@ -114,6 +116,11 @@ class Quantize:
 
 def _is_float(row: Row) -> bool:
     return row.spec.dtype in ("F64", "F32", "F16", "BF16")
+
+
+def _has_zero(fmt: Format) -> bool:
+    element = fmt.element if isinstance(fmt, Block) else fmt
+    return 0.0 in element.values if isinstance(element, Codebook) else getattr(element, "zero", True)
 
 
 def _fit(fmt: Format, row: Row, ragged: Ragged) -> tuple[Format, str]:

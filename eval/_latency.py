@@ -23,6 +23,7 @@ NOISE = 0.10  # interquartile range / median above it: unstable
 DRIFT = 0.10  # change of the median from the first half to the second / median above it: unstable
 CROWD = 0.10  # share of the asked-for cores that other processes took: unstable
 SHORTEST_WATCH = 0.2  # seconds; the machine counts CPU time in steps of 0.01
+MOST_SECONDS = 20.0  # for the prefill, and as much again for the decoding; a slow model gets fewer repeats
 FEWEST = 3  # fewer repeats say nothing about noise
 SETTLED = 0.05  # warm once the last SETTLED_CALLS warm-up calls lie within this share of the shortest
 SETTLED_CALLS = 3
@@ -87,6 +88,7 @@ def measure(
     warmup: int = 10,
     repeats: int = 20,
     min_seconds: float = 0.5,
+    most_seconds: float = math.inf,
     prepare: Callable[[], object] | None = None,
     per: int = 1,
     clock: Callable[[], int] = time.perf_counter_ns,
@@ -95,7 +97,8 @@ def measure(
 
     The first call is timed apart. Warm-up goes on until the last three calls after it agree within 5 %, or
     to `warmup` calls in all. Then come `repeats` timed calls, and more until they add up to `min_seconds`
-    (10,000 at most). A result of torch on a GPU or of jax is waited for.
+    (10,000 at most). Once all calls together took `most_seconds`, warm-up ends and so do the repeats, from the
+    third on. A result of torch on a GPU or of jax is waited for.
     prepare: called before each call, outside the time. per: units of work in a step, by which its time is
     divided. clock: nanoseconds, an int.
 
@@ -114,10 +117,17 @@ def measure(
         return clock() - start
 
     warm = [once()]
-    while len(warm) < warmup and not _settled(warm[1:]):  # the first call compiles: it settles nothing
-        warm.append(once())
     timed: list[int] = []
+
+    def late() -> bool:
+        return sum(warm) + sum(timed) >= most_seconds * 1e9
+
+    # the first call compiles: it settles nothing
+    while len(warm) < warmup and not _settled(warm[1:]) and not late():
+        warm.append(once())
     while len(timed) < repeats or (sum(timed) < min_seconds * 1e9 and len(timed) < max(MOST, repeats)):
+        if late() and len(timed) >= FEWEST:
+            break
         timed.append(once())
     return _timing([ns / per / 1e9 for ns in timed], warm[0] / per / 1e9, len(warm))
 
@@ -227,7 +237,7 @@ def latency(
     ids = torch.randint(vocab_size, (1, prompt + new), generator=generator).to(device)
     steps = _Steps(model, ids[:, :prompt], ids[:, prompt:].split(1, dim=1))
     with torch.inference_mode(), _threads(threads) as used:
-        budget: dict[str, Any] = {"warmup": 5, "repeats": repeats, "min_seconds": 0}
+        budget: dict[str, Any] = {"warmup": 5, "repeats": repeats, "min_seconds": 0, "most_seconds": MOST_SECONDS}
         busy = used if device.type == "cpu" else 1  # a GPU is fed by one thread
         prefill = _watched(lambda: measure(steps.prefill, **budget), busy)
         decode = _watched(lambda: measure(steps.decode, prepare=steps.restore, per=new, **budget), busy)

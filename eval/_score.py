@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ class Settings:
     windows: int | None = 8
     latency: bool = True
     prompt: int = 128
-    new: int = 16
+    new: int = 8
     repeats: int = 7
     threads: int | None = None
     seed: int = 0
@@ -79,9 +80,37 @@ def tokens_of(checkpoint: Checkpoint, content: str) -> tuple[list[int], int | No
     return ids, bos if bos is not None and ids[:1] == [bos] else None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Baseline:
+    """A loaded baseline and its latency, to score any number of candidates against; see `load_baseline`."""
+
+    checkpoint: Checkpoint
+    model: Any
+    latency: Latency | None
+
+
+def load_baseline(source: str | Path, settings: Settings, stage: Stage | None = None) -> Baseline:
+    """Load the uncompressed model and, if the settings say so, time it.
+
+    >>> base = load_baseline("smollm2-135m", Settings())  # doctest: +SKIP
+    """
+    say = stage or _silent
+    say("loading", 0, 1)
+    checkpoint = open_checkpoint(source)
+    model = load(checkpoint)
+    say("timing", 0, 1)
+    timed = _timed(model, settings) if settings.latency else None
+    say("ready", 1, 1)
+    return Baseline(checkpoint, model, timed)
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """No progress is shown."""
+
+
 def score(
     candidate: str | Path,
-    baseline: str | Path | None = None,
+    baseline: str | Path | Baseline | None = None,
     settings: Settings | None = None,
     *,
     command: Sequence[str] = (),
@@ -91,14 +120,14 @@ def score(
 
     >>> record = score("out/", "smollm2-135m", Settings(window=1024, windows=16))  # doctest: +SKIP
 
-    candidate: a checkpoint, compressed by halfulp or plain. baseline: the uncompressed model; None scores the
-    candidate alone. Both run in float32; the record says which execution path that is. stage is called with
+    candidate: a checkpoint, compressed by halfulp or plain. baseline: the uncompressed model, or what
+    `load_baseline` made of it; None scores the candidate alone. Both run in float32; the record says which execution path that is. stage is called with
     (what is going on, steps done, steps in all).
 
     Raises ValueError for a text that is too short, models whose vocabularies differ, and what `load` refuses.
     """
     settings = settings or Settings()
-    say = stage or (lambda what, done, total: None)
+    say = stage or _silent
     started = time.monotonic()
     seconds: dict[str, float] = {}
 
@@ -107,31 +136,30 @@ def score(
         return time.monotonic()
 
     checkpoint = open_checkpoint(candidate)
-    reference = open_checkpoint(baseline) if baseline is not None else None
+    if baseline is not None and not isinstance(baseline, Baseline):
+        baseline = load_baseline(baseline, settings, stage)
+    reference = baseline.checkpoint if baseline else None
     source = text(settings.text)
     ids, bos = tokens_of(reference or checkpoint, source.content)
     cut = windows(ids, window=settings.window, stride=settings.stride, count=settings.windows, bos=bos)
     say("loading", 0, 1)
     now = time.monotonic()
     model = load(checkpoint)
-    base = load(reference) if reference is not None else None
     now = clock("load", now)
 
     def step(done: int, total: int) -> None:
         say("scoring", done, total)
 
-    if base is not None:
-        result = _accuracy.compare(model, base, cut, progress=step)
+    if baseline is not None:
+        result = _accuracy.compare(model, baseline.model, cut, progress=step)
     else:
         result = _accuracy.perplexity(model, cut, progress=step)
     now = clock("accuracy", now)
-    latency = base_latency = None
+    latency = None
     if settings.latency:
-        say("timing", 0, 2)
+        say("timing", 0, 1)
         latency = _timed(model, settings)
-        say("timing", 1, 2)
-        base_latency = _timed(base, settings) if base is not None else None
-        say("timing", 2, 2)
+        say("timing", 1, 1)
         clock("latency", now)
     seconds["total"] = time.monotonic() - started
     manifest = manifest_of(checkpoint)
@@ -153,7 +181,7 @@ def score(
         tensors=tensor_results(manifest),
         accuracy=_accuracy_record(result, source, settings, bos),
         latency=latency,
-        baseline_latency=base_latency,
+        baseline_latency=baseline.latency if baseline else None,
         notes=list(manifest["notes"]) if manifest else [],
     )
 
@@ -242,8 +270,6 @@ def size_of(checkpoint: Checkpoint, manifest: dict[str, Any] | None) -> Size:
 
 def tensor_results(manifest: dict[str, Any] | None) -> list[TensorResult]:
     """What was done to each tensor, from the manifest."""
-    import math
-
     results = []
     for name, entry in (manifest or {"tensors": {}})["tensors"].items():
         error = entry.get("relative_error")

@@ -145,6 +145,8 @@ def encode_block(xp: Backend, x: Array, fmt: Block, rounding: str, tensor: Array
     if tensor_parts is not None:
         a = divide(xp, a, tensor_parts)
     a = _over(xp, a, scale, power_of_two)
+    if fmt.division == "rounded":
+        a = split(xp, join(xp, a, wide))
     points = None
     if fmt.zero_point:
         elements, points = _about_zero_point(

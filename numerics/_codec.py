@@ -204,13 +204,14 @@ def join(xp: Backend, a: Parts, wide: int) -> Array:
         return xp.view(xp.astype(code, xp.ints[32]), xp.floats[32])
     # a significand of 32-bit parts fits a float64 with room to spare; the power of two is exact in it
     value = xp.astype(a.significand, xp.floats[64])
-    half = (a.exponent - a.top) >> 1
-    for power in (half, a.exponent - a.top - half):  # in two steps: one alone could overflow
-        value = value * _power_of_two(xp, xp.astype(power, xp.ints[64]))
+    power = xp.astype(a.exponent - a.top, xp.ints[64])
+    for part in (power >> 1, power - (power >> 1)):  # in two steps: one alone could overflow
+        value = value * _power_of_two(xp, part)
     value = xp.where(a.inf, value * 0 + float("inf"), value)
     value = xp.where(a.negative, -value, value)
     return xp.where(a.nan, value * 0 + float("nan"), value)
 
 
 def _power_of_two(xp: Backend, exponent: Array) -> Array:
-    return xp.view((exponent + 1023) << 52, xp.floats[64])
+    held = xp.minimum(xp.maximum(exponent, 0 * exponent - 1022), 0 * exponent + 1023)
+    return xp.view((held + 1023) << 52, xp.floats[64])

@@ -266,6 +266,8 @@ class Block:
     ``scale``: format of the shared scale, ``rule``: how it follows from the block (`halfulp.numerics.SCALE_RULES`).
     ``zero_point=True``: integers about a zero point per block, ``(code - zero_point) * scale``.
     ``tensor_scale``: format of a second scale, one for the tensor (NVFP4).
+    ``division="rounded"``: an element over its scale is first rounded to the source's precision, as runtimes
+    do that divide in float32; "exact" (the default) rounds once.
 
     Raises ValueError for a size below 1, an unknown rule, a zero point on anything but integers.
     """
@@ -277,6 +279,7 @@ class Block:
     axis: int = -1
     zero_point: bool = False
     tensor_scale: Float | None = None
+    division: Literal["exact", "rounded"] = "exact"
 
     def __post_init__(self) -> None:
         for key in ("element", "scale", "tensor_scale"):
@@ -293,6 +296,7 @@ class Block:
             f"block size {self.size!r}: a whole number from 1, 'channel' or 'tensor'",
         )
         _check(self.rule in SCALE_RULES, f"scale rule {self.rule!r}: choose one of {', '.join(SCALE_RULES)}")
+        _check(self.division in ("exact", "rounded"), f"division {self.division!r}: choose 'exact' or 'rounded'")
         _check(
             not self.zero_point or (isinstance(self.element, Fixed) and self.rule == "absmax"),
             "a zero point needs an integer element and the rule 'absmax'",

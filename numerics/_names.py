@@ -102,7 +102,7 @@ _TABLE = re.compile(r"codebook\((.*)\)")
 GRAMMAR = (
     "a name (halfulp formats lists them), e{E}m{M}[b{bias}][fn|fnuz|f], [u]int{bits}, [u]fixed{bits}.{fraction}, "
     "codebook(v,v,...), and for blocks :g{size} or :channel, :token, :tensor, then :asym, "
-    ":rule={rule}, :scale={format}, :axis={axis}, :tensor_scale={format}"
+    ":rule={rule}, :scale={format}, :axis={axis}, :tensor_scale={format}, :division=rounded"
 )
 
 
@@ -115,7 +115,7 @@ def format(text: str | Format) -> Format:
     >>> format("int4:g128:asym")
     Block(element=Int(bits=4, fraction=0, signed=True, narrow=False), size=128, scale=Float(exponent=8, \
 mantissa=7, bias=127, signed=True, subnormal=True, inf=True, nan='ieee', negative_zero=True, zero=True), \
-rule='absmax', axis=-1, zero_point=True, tensor_scale=None)
+rule='absmax', axis=-1, zero_point=True, tensor_scale=None, division='exact')
     >>> str(format("int8:token")), str(format("mxfp4:rule=even"))
     ('int8:channel', 'mxfp4:rule=even')
 
@@ -178,7 +178,7 @@ def _block(base: Format, options: list[str], text: str) -> Format:
             fields["size"] = "tensor" if option == "tensor" else "channel"
         elif option == "asym":
             fields["zero_point"] = True
-        elif equals and key in ("rule", "scale", "axis", "tensor_scale"):
+        elif equals and key in ("rule", "scale", "axis", "tensor_scale", "division"):
             if key in ("scale", "tensor_scale"):
                 fields[key] = _base(value, text)
             else:
@@ -235,6 +235,7 @@ def _block_name(fmt: Block) -> str:
         "rule": f":rule={fmt.rule}",
         "axis": f":axis={fmt.axis}",
         "tensor_scale": f":tensor_scale={fmt.tensor_scale}" if fmt.tensor_scale else "",
+        "division": f":division={fmt.division}",
     }
     stems = [
         known for known, value in NAMED.items() if isinstance(value, Block) and value.element == fmt.element

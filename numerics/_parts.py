@@ -80,7 +80,11 @@ def divide(xp: Backend, a: Parts, b: Parts) -> Parts:
         step = xp.astype(high, ints) - xp.astype(low, ints)
         quotient, remainder = quotient + step, remainder - step * divisor
     wide = quotient >= (1 << (p + 1))
-    significand = xp.where(wide, quotient << 1, quotient << 2) | (remainder != 0)
+    # one more bit: a format as precise as the source needs to know on which side of a half the rest lies
+    more = 2 * remainder >= divisor
+    quotient = (quotient << 1) | more
+    remainder = 2 * remainder - xp.where(more, divisor, 0 * divisor)
+    significand = xp.where(wide, quotient, quotient << 1) | (remainder != 0)
     return Parts(
         a.negative ^ b.negative,
         a.exponent - b.exponent - xp.where(wide, 0 * quotient, 0 * quotient + 1),

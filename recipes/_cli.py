@@ -147,22 +147,26 @@ def score(
     windows: Annotated[int, typer.Option(help="How many windows, evenly spread; 0 for the whole text.")] = 8,
     latency: Annotated[bool, typer.Option(help="Also time prefill and decode.")] = True,
     prompt: Annotated[int, typer.Option(help="Tokens of the timed prompt.")] = 128,
-    new: Annotated[int, typer.Option(help="Tokens of the timed decoding.")] = 16,
+    new: Annotated[int, typer.Option(help="Tokens of the timed decoding.")] = 8,
     repeats: Annotated[int, typer.Option(help="Timed repeats.")] = 7,
     threads: Annotated[int | None, typer.Option(help="Torch threads while timing.")] = None,
     runs: _Runs = RUNS,
 ) -> None:
     """Accuracy against a baseline, size, and measured latency."""
-    from ..eval import Settings
+    from ..eval import Settings, load_baseline
     from ..eval import score as run
 
     settings = Settings(text, window, stride, windows or None, latency, prompt, new, repeats, threads)
+    base = None
+    if baseline is not None:
+        with _bar(f"baseline {baseline}") as bar:
+            base = load_baseline(baseline, settings, lambda what, done, total: bar(done, total, what))
     for model in models:
         name = Path(model).name
         with _bar(name) as bar:
             record = run(
                 model,
-                baseline,
+                base,
                 settings,
                 command=_command(),
                 stage=lambda what, done, total: bar(done, total, what),
