@@ -35,6 +35,7 @@ schema: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/numerics.py
+	$(BIN)/python benchmarks/stream.py --gb 2
 
 # torch comes first and pinned: an unpinned torch brings gigabytes of GPU libraries with it
 $(VENV)/.ready: pyproject.toml constraints.txt

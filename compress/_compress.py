@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..numerics import Format, decode
+from ..numerics import Format, Quantized, decode
 from ._checkpoint import Checkpoint, open_checkpoint
 from ._layouts import choose, described, quantization_config, rowwise, runtime_dtype, store, stored, stored_bits
 from ._plan import Plan, Row, start
@@ -98,10 +99,11 @@ def compress(
     out = Path(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise FileExistsError(f"{out} exists: pass another -o, or remove it first")
-    if "quantization_config" in checkpoint.config:
-        quantization = checkpoint.config["quantization_config"]
-        method = quantization.get("quant_method", quantization.get("format", "an unknown method"))
-        raise ValueError(f"{checkpoint.source} is quantized already ({method}): start from the uncompressed checkpoint")
+    if quantized := checkpoint.config.get("quantization_config"):
+        method = dict(quantized).get("quant_method", dict(quantized).get("format", "an unknown method"))
+        raise ValueError(
+            f"{checkpoint.source} is quantized already ({method}): start from the uncompressed checkpoint"
+        )
     plan = plan_of(checkpoint, transform)
     if not any(row.touched for row in plan.rows) and plan.kv is None:
         raise ValueError("the recipe touches no tensor of this model: see the plan, and its ignore patterns")
@@ -114,10 +116,10 @@ def compress(
         note = f"config.json says {dtype}, not {given}: transformers decodes this layout to {dtype}"
         plan = replace(plan, notes=(*plan.notes, note))
     specs = [spec for row in plan.rows for spec in stored(row, chosen)]
-    facts = [version("halfulp"), str(plan), repr(plan.rows), repr(plan.kv), str(chosen), shard_bytes, dict(recipe or {})]
+    facts = [version("halfulp"), str(plan), repr(plan.rows), repr(plan.kv), chosen, shard_bytes, dict(recipe or {})]
     run = _hash([_shapes(checkpoint), checkpoint.config, *facts])
     partial = out.with_name(out.name + ".partial")
-    if not _complete(partial, run):
+    if not _complete(partial, run, checkpoint):
         with _writer(partial, specs, shard_bytes, _hash([checkpoint.identity(), run])) as writer:
             _write_all(checkpoint, plan, transform, chosen, writer, progress)
             manifest = _manifest(checkpoint, plan, chosen, writer.done, recipe, run)
@@ -130,7 +132,7 @@ def compress(
             _write_json(partial / "config.json", config)
             _write_json(partial / MANIFEST, manifest)
             writer.finish()
-    manifest = json.loads((partial / MANIFEST).read_text())
+    manifest = json.loads((partial / MANIFEST).read_text(encoding="utf-8"))
     if out.is_dir():
         out.rmdir()
     os.rename(partial, out)
@@ -143,7 +145,6 @@ class _writer:  # a context, named like a function
 
     def __init__(self, partial: Path, specs: list[TensorSpec], shard_bytes: int, fingerprint: str) -> None:
         fresh = not partial.exists()
-        self._made = partial if fresh else None
         partial.parent.mkdir(parents=True, exist_ok=True)
         self.writer = StreamWriter(partial, specs, shard_bytes, fingerprint)
         try:
@@ -151,8 +152,7 @@ class _writer:  # a context, named like a function
         except OSError:
             self.writer.close()
             if fresh:
-                (partial / JOURNAL).unlink()
-                partial.rmdir()
+                shutil.rmtree(partial)
             raise
 
     def __enter__(self) -> StreamWriter:
@@ -162,12 +162,17 @@ class _writer:  # a context, named like a function
         self.writer.close()
 
 
-def _complete(partial: Path, run: str) -> bool:
+def _complete(partial: Path, run: str, checkpoint: Checkpoint) -> bool:
     """Was this very run stopped after its last byte and before the rename?"""
-    try:
-        return not (partial / JOURNAL).exists() and json.loads((partial / MANIFEST).read_text())["run"] == run
-    except (OSError, ValueError, KeyError):
+    if (partial / JOURNAL).exists():
         return False
+    try:
+        manifest = json.loads((partial / MANIFEST).read_text(encoding="utf-8"))
+        same, content = manifest["run"] == run, manifest["source"]["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    # the run knows names, shapes and recipe; that the numbers are the same takes a look at them
+    return bool(same) and content == _content(_hashed(checkpoint, spec) for spec in checkpoint.tensors.values())
 
 
 def _write_all(
@@ -188,11 +193,8 @@ def _write_all(
                     writer.write(row.name, tensors, note)
                 else:
                     # the hash is known only after the bytes went by, so the tensor is read twice
-                    digest = _source_hash(row.spec)
-                    for piece in _pieces(checkpoint, row.spec):
-                        digest.update(_bytes(piece))
-                    pieces = {row.name: _pieces(checkpoint, row.spec)}
-                    writer.write(row.name, pieces, {"sha256": digest.hexdigest()})
+                    note = {"sha256": _hashed(checkpoint, row.spec)}
+                    writer.write(row.name, {row.name: _pieces(checkpoint, row.spec)}, note)
             done += row.spec.nbytes
             if progress:
                 progress(Progress(done, total, row.name))
@@ -209,11 +211,22 @@ def _pieces(checkpoint: Checkpoint, spec: TensorSpec) -> Iterator[torch.Tensor]:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _source_hash(spec: TensorSpec) -> Any:
     return hashlib.sha256(json.dumps([spec.name, spec.dtype, spec.shape]).encode())
+
+
+def _hashed(checkpoint: Checkpoint, spec: TensorSpec) -> str:
+    digest = _source_hash(spec)
+    for piece in _pieces(checkpoint, spec):
+        digest.update(_bytes(piece))
+    return str(digest.hexdigest())
+
+
+def _content(hashes: Iterable[str]) -> str:
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def _compressed(
@@ -226,9 +239,9 @@ def _compressed(
 
     def one(piece: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor], tuple[float, float, int]]:
         if not torch.isfinite(piece).all():
-            raise ValueError(f"{row.name} holds NaN or infinity: nothing sensible can be made of it; repair the checkpoint")
+            raise ValueError(f"{row.name} holds NaN or infinity, of which nothing can be made: repair the checkpoint")
         weight = transform.apply(Weight(piece), row)
-        return piece, _finished(weight, row, layout), _difference(piece, weight)
+        return piece, _finished(weight, row, layout), _difference(piece, weight, row.weights)
 
     whole = [checkpoint.read(row.name)] if not rowwise(row) else _pieces(checkpoint, row.spec)
     for piece, tensors, (e, n, z) in _in_order(pool, one, whole):
@@ -276,21 +289,26 @@ def _finished(weight: Weight, row: Row, layout: str | None) -> dict[str, torch.T
     return store(weight.codes, row, layout)
 
 
-def _difference(source: torch.Tensor, weight: Weight, rows: int = 1 << 18) -> tuple[float, float, int]:
+def _difference(
+    source: torch.Tensor, weight: Weight, fmt: Format | None, rows: int = 1 << 18
+) -> tuple[float, float, int]:
     """Sums of squared error and of squares, and the count of zeros, a cache-sized piece at a time."""
-    result = weight.value if weight.codes is None else decode(weight.codes, _format_of(weight))
+    codes = weight.codes
+    result = weight.value if codes is None else decode(codes, None if isinstance(codes, Quantized) else fmt)
     error = norm = 0.0
     zeros = 0
     for a, b in zip(source.reshape(-1).split(rows), result.reshape(-1).split(rows)):
         a, b = a.float(), b.float()
-        error += float(torch.dot(a - b, a - b).double())
-        norm += float(torch.dot(a, a).double())
+        error, norm = error + _squares(a - b), norm + _squares(a)
         zeros += b.numel() - int(torch.count_nonzero(b))
     return error, norm, zeros
 
 
-def _format_of(weight: Weight) -> Format | None:
-    return getattr(weight.codes, "format", None)
+def _squares(a: torch.Tensor) -> float:
+    total = float(torch.dot(a, a))
+    if 0 < total < math.inf:
+        return total
+    return float(torch.dot(a.double(), a.double()))  # squares out of float32's range, or none at all
 
 
 def _manifest(
@@ -301,7 +319,7 @@ def _manifest(
     recipe: Mapping[str, str] | None,
     run: str,
 ) -> dict[str, Any]:
-    content = hashlib.sha256("".join(notes[row.name]["sha256"] for row in plan.rows).encode()).hexdigest()
+    content = _content(notes[row.name]["sha256"] for row in plan.rows)
     formats = {str(row.weights): row.weights for row in plan.rows if row.weights is not None}
     tensors = {}
     for row in plan.rows:

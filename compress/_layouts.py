@@ -92,7 +92,7 @@ def scheme(fmt: Format, activations: Format | None = None) -> Scheme | None:
         whole = fmt.element.bits == 8 and inputs is not None and weights["symmetric"]
         return Scheme("int-quantized" if whole else "pack-quantized", weights, inputs)
     if fmt.scale == _E8M0:
-        return Scheme(_MX[fmt.element], weights, inputs)  # type: ignore[index]  # _arguments let only floats here
+        return Scheme(_MX[fmt.element], weights, inputs)
     return Scheme("nvfp4-pack-quantized" if fmt.tensor_scale else "float-quantized", weights, inputs)
 
 
@@ -126,7 +126,7 @@ def choose(plan: Plan, wanted: str | None = None) -> tuple[str | None, str]:
         return None, ""
     found = next(((row, why) for row in rows if (why := _why_ours(row))), None)
     if wanted == THEIRS and found:
-        raise ValueError(f"{found[0].name}: the compressed-tensors layout has no {found[1]}; leave the layout to halfulp")
+        raise ValueError(f"{found[0].name}: the compressed-tensors layout has no {found[1]}; leave out the layout")
     if wanted == OURS or found:
         why = "as asked" if not found else f"compressed-tensors has no place for {found[1]} ({found[0].name})"
         return OURS, why
@@ -182,7 +182,8 @@ def _to_int32(codes: torch.Tensor, fmt: Fixed) -> torch.Tensor:
     """Codes packed along the last axis into int32 words, offset binary (the sign bit flipped)."""
     data = pack_codes(codes ^ (1 << (fmt.bits - 1)), fmt)
     data = torch.nn.functional.pad(data, (0, -data.shape[-1] % 4))
-    return data.contiguous().view(torch.int32)
+    # flat first: a matrix of one row counts as contiguous whatever its strides, and view minds them
+    return data.reshape(-1).contiguous().view(torch.int32).reshape(*data.shape[:-1], data.shape[-1] // 4)
 
 
 def _from_int32(words: torch.Tensor, fmt: Fixed, n: int) -> torch.Tensor:
@@ -272,7 +273,7 @@ def quantization_config(plan: Plan, layout: str | None) -> dict[str, Any] | None
     for row in plan.rows:
         if row.weights is not None:
             groups.setdefault((str(row.weights), str(row.activations)), []).append(row)
-    config_groups = {}
+    config_groups: dict[str, dict[str, Any]] = {}
     for i, rows in enumerate(groups.values()):
         kind = scheme(rows[0].weights, rows[0].activations)  # type: ignore[arg-type]
         assert kind is not None
@@ -285,6 +286,10 @@ def quantization_config(plan: Plan, layout: str | None) -> dict[str, Any] | None
             "format": kind.format,
         }
     names = {group["format"] for group in config_groups.values()}
+    # compressed-tensors (0.20) makes a place for unpacked zero points, so that transformers (5.24) loads packed ones
+    # only where it decodes while it loads; that takes one group for all layers and leaves activations alone
+    only = next(iter(config_groups.values()))
+    decoded = len(groups) == 1 and not only["weights"]["symmetric"] and only["input_activations"] is None
     kept = [row.module for row in plan.rows if row.weights is None and row.kind in ("linear", "router", "head")]
     return {
         "quant_method": THEIRS,
@@ -294,7 +299,7 @@ def quantization_config(plan: Plan, layout: str | None) -> dict[str, Any] | None
         "ignore": kept + (["lm_head"] if plan.tied_head else []),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
-    }
+    } | ({"dequantize": True} if decoded else {})
 
 
 # what compressed-tensors decodes these layouts to, whatever the model's dtype

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ..numerics import Format, cast, decode, format
 from ._checkpoint import Checkpoint, open_checkpoint
@@ -26,7 +28,7 @@ def manifest_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
         return None
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        manifest["tensors"], manifest["layout"], manifest["source"]  # noqa: B018  # the keys that must be there
+        manifest["tensors"], manifest["layout"], manifest["source"]  # the keys that must be there
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path / MANIFEST} is damaged ({error}): compress the model again") from None
     return dict(manifest)
@@ -36,9 +38,9 @@ def tensors(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Itera
     """Every tensor of the original model, decoded, one at a time."""
     manifest = manifest_of(checkpoint)
     if manifest is None:
-        if "quantization_config" in checkpoint.config:
+        if checkpoint.config.get("quantization_config"):
             raise ValueError(
-                f"{checkpoint.source} is quantized and has no {MANIFEST}: it is not halfulp's; load it with transformers"
+                f"{checkpoint.source} is quantized, and not by halfulp (no {MANIFEST}): load it with transformers"
             )
         for name in checkpoint.tensors:
             tensor = checkpoint.read(name)
@@ -71,6 +73,8 @@ def load(source: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32)
         import transformers
     except ImportError:
         raise ImportError("loading a model needs transformers: pip install 'halfulp[hf]'") from None
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype!r}: give a floating-point torch dtype, such as torch.bfloat16")
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     manifest = manifest_of(checkpoint)
     config_dict = {k: v for k, v in checkpoint.config.items() if k not in ("quantization_config", "torch_dtype")}
@@ -79,37 +83,87 @@ def load(source: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32)
     config = transformers.AutoConfig.for_model(**config_dict)
     state = dict(tensors(checkpoint, dtype))
     # the class itself: the Auto class takes no state_dict without a path
-    kind = transformers.AutoModelForCausalLM._model_mapping[type(config)]
-    model, info = kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
+    kind: Any = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    with _quiet(transformers.utils.logging):
+        model: Any
+    model, info = kind.from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+        )
     if lost := sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]})):
         # transformers fills them with random numbers
-        raise ValueError(f"{checkpoint.source} lacks tensors that the model needs: {some_names(lost)}; download it again")
+        names = some_names(lost)
+        raise ValueError(f"{checkpoint.source} lacks tensors that the model needs: {names}; download it again")
     model.eval()
     words = [f"{'decoded to ' if manifest else ''}{str(dtype).removeprefix('torch.')}, eager torch"]
     if manifest is not None:
         rounded = {name: e["activations"] for name, e in manifest["tensors"].items() if "activations" in e}
         if rounded:
-            _emulate_activations(model, rounded)
+            _emulate_activations(model, rounded, manifest["tensors"])
             words.append(f"activations emulated ({', '.join(sorted(set(rounded.values())))})")
         if manifest["kv"]:
             _emulate_kv(model, format(manifest["kv"]))
             words.append(f"KV cache emulated ({manifest['kv']})")
     model.halfulp_path = ", ".join(words)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
-def _emulate_activations(model: torch.nn.Module, rounded: dict[str, str]) -> None:
+@contextmanager
+def _quiet(logging: Any) -> Iterator[None]:
+    """Without transformers' own progress bars: the caller shows progress, or does not want any."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _emulate_activations(model: Any, rounded: dict[str, str], names: Iterable[str]) -> None:
     modules = dict(model.named_modules())
+    fused: dict[str, set[str | None]] = {}
     for name, text in rounded.items():
-        module = modules.get(name.removesuffix(".weight"))
-        if module is None:
+        path = name.removesuffix(".weight")
+        home = path.rpartition(".experts.")[0] + ".experts"
+        if path in modules:
+            modules[path].register_forward_pre_hook(_rounds_its_input(format(text)))
+        elif home in modules:
+            fused[home] = {rounded.get(other) for other in names if other.startswith(f"{home}.")}
+        else:
             raise ValueError(f"the model has no module for {name}, whose activations are to be {text}")
-        fmt = format(text)
+    for home, texts in fused.items():
+        if len(texts) != 1:
+            raise ValueError(
+                f"{home} is one module in transformers, and its layers have different activations "
+                f"({', '.join(sorted(map(str, texts)))}): emulation takes one format for all of them"
+            )
+        _round_inside(modules[home], format(str(*texts)))
+    if fused:
+        model.set_experts_implementation("eager")  # the one that multiplies expert by expert
 
-        def hook(module: torch.nn.Module, args: tuple[Any, ...], fmt: Format = fmt) -> tuple[Any, ...]:
-            return (cast(args[0], fmt), *args[1:])
 
-        module.register_forward_pre_hook(hook)
+def _rounds_its_input(fmt: Format) -> Callable[..., Any]:
+    def hook(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (cast(args[0], fmt), *args[1:])
+
+    return hook
+
+
+def _round_inside(experts: torch.nn.Module, fmt: Format) -> None:
+    """Round the input of every matmul of experts that transformers fused into one module."""
+    forward = experts.forward
+
+    class Rounded(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.nn.functional.linear:
+                args = (cast(args[0], fmt), *args[1:])
+            return func(*args, **(kwargs or {}))
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with Rounded():
+            return forward(*args, **kwargs)
+
+    experts.forward = wrapped
 
 
 def _emulate_kv(model: torch.nn.Module, fmt: Format) -> None:

@@ -23,7 +23,7 @@ class NM:
     def check(self, name: str, size: int) -> None:
         """Raise ValueError where M does not divide the axis."""
         if size % self.m:
-            raise ValueError(f"{name}: {self} sparsity needs its {size} inputs to divide by {self.m}; ignore the module")
+            raise ValueError(f"{name}: {self} sparsity needs {size} inputs to divide by {self.m}; ignore the module")
 
 
 @dataclass(frozen=True)

@@ -197,10 +197,11 @@ class Prune:
         return plan.update({row.name: replace(row, prune=self.pattern, reason="") for row in rows})
 
     def apply(self, weight: Weight, row: Row) -> Weight:
-        if row.prune is not self.pattern:
+        if row.prune != self.pattern:
             return weight
         keep = mask(weight.value, self.pattern, row.axis)
-        return replace(weight, value=torch.where(keep, weight.value, torch.zeros_like(weight.value)))
+        # an earlier step for other tensors may have made codes already: the step after this one makes them anew
+        return replace(weight, value=torch.where(keep, weight.value, torch.zeros_like(weight.value)), codes=None)
 
 
 def prune(

@@ -121,7 +121,8 @@ def score(
     >>> record = score("out/", "smollm2-135m", Settings(window=1024, windows=16))  # doctest: +SKIP
 
     candidate: a checkpoint, compressed by halfulp or plain. baseline: the uncompressed model, or what
-    `load_baseline` made of it; None scores the candidate alone. Both run in float32; the record says which execution path that is. stage is called with
+    `load_baseline` made of it; None scores the candidate alone. Both run in float32; the record says which
+    execution path that is. stage is called with
     (what is going on, steps done, steps in all).
 
     Raises ValueError for a text that is too short, models whose vocabularies differ, and what `load` refuses.
@@ -243,8 +244,10 @@ def parameters_of(checkpoint: Checkpoint, manifest: dict[str, Any] | None) -> in
 
 def model_id(checkpoint: Checkpoint, manifest: dict[str, Any] | None) -> ModelId:
     """The uncompressed model behind a checkpoint."""
-    source = manifest["source"] if manifest else {"name": checkpoint.source, "sha256": None}
-    return ModelId(source=source["name"], sha256=source["sha256"], parameters=parameters_of(checkpoint, manifest))
+    parameters = parameters_of(checkpoint, manifest)
+    if manifest is None:
+        return ModelId(source=checkpoint.source, parameters=parameters)
+    return ModelId(source=manifest["source"]["name"], sha256=manifest["source"]["sha256"], parameters=parameters)
 
 
 def recipe_id(manifest: dict[str, Any] | None) -> RecipeId | None:

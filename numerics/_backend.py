@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -14,12 +14,15 @@ class Numpy:
     """Primitives of numpy; the other two have the same."""
 
     flushes_subnormals = False
+    division_error = 1  # ulps (its results are rounded to nearest)
+    traces = False  # compiled as a whole: nothing is gained by working in pieces
     where = staticmethod(np.where)
     maximum = staticmethod(np.maximum)
     minimum = staticmethod(np.minimum)
-    floats = {32: np.float32, 64: np.float64}
-    ints = {32: np.int32, 64: np.int64}
-    codes = {8: np.uint8, 16: np.uint16, 32: np.uint32}
+    clip = staticmethod(np.clip)
+    floats: ClassVar = {32: np.float32, 64: np.float64}
+    ints: ClassVar = {32: np.int32, 64: np.int64}
+    codes: ClassVar = {8: np.uint8, 16: np.uint16, 32: np.uint32}
 
     @staticmethod
     def source(x: Array) -> Array:
@@ -58,6 +61,10 @@ class Numpy:
         return np.searchsorted(table, x, side="left")
 
     @staticmethod
+    def take(table: Array, codes: Array) -> Array:
+        return table.take(codes)
+
+    @staticmethod
     def max_last(x: Array) -> Array:
         return x.max(axis=-1)
 
@@ -83,13 +90,15 @@ class Jax:
 
     # XLA:CPU computes with subnormals flushed to zero, so products are formed in integers
     flushes_subnormals = True
+    division_error = 4  # XLA's own on TPUs is not rounded to nearest
+    traces = True
 
     def __init__(self) -> None:
         import jax
         import jax.numpy as jnp
 
         self.jnp, self.lax = jnp, jax.lax
-        self.where, self.maximum, self.minimum = jnp.where, jnp.maximum, jnp.minimum
+        self.where, self.maximum, self.minimum, self.clip = jnp.where, jnp.maximum, jnp.minimum, jnp.clip
         self.floats = {32: jnp.float32, 64: jnp.float64}
         self.ints = {32: jnp.int32, 64: jnp.int64}
         self.codes = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
@@ -124,6 +133,9 @@ class Jax:
     def searchsorted(self, table: Array, x: Array) -> Array:
         return self.jnp.searchsorted(table, x, side="left")
 
+    def take(self, table: Array, codes: Array) -> Array:
+        return table[codes]
+
     def max_last(self, x: Array) -> Array:
         return x.max(axis=-1)
 
@@ -144,12 +156,15 @@ class Torch:
     """The same primitives in torch; imported when first used."""
 
     flushes_subnormals = False
+    division_error = 1
+    traces = False
 
     def __init__(self) -> None:
         import torch
 
         self.torch = torch
         self.where, self.maximum, self.minimum = torch.where, torch.maximum, torch.minimum
+        self.clip = torch.clamp
         self.floats = {32: torch.float32, 64: torch.float64}
         self.ints = {32: torch.int32, 64: torch.int64}
         self.codes = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32}
@@ -180,6 +195,10 @@ class Torch:
 
     def searchsorted(self, table: Array, x: Array) -> Array:
         return self.torch.searchsorted(table, x.contiguous(), right=False)
+
+    def take(self, table: Array, codes: Array) -> Array:
+        flat = codes.reshape(-1).to(self.torch.int32)
+        return table.index_select(0, flat).reshape(codes.shape)
 
     def max_last(self, x: Array) -> Array:
         return x.amax(dim=-1)

@@ -1,21 +1,32 @@
-"""Blocks: the scale of a block from its elements, and elements under their scale."""
+"""Blocks: the scale of a block from its elements, and elements under their scale.
+
+Here blocks lie along the last axis, ``[..., blocks, size]``; `_rows` brings tensors into that shape.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ._backend import Array, Backend
-from ._codec import (
-    decode_scalar,
-    encode_codebook,
-    encode_parts,
-    join,
-    narrow_codes,
-    significand,
+from ._codec import decode_scalar, encode_codebook, encode_parts, join, narrow_codes, significand, whole
+from ._format import Block, Fixed, Float, min_positive_code
+from ._parts import (
+    FAR,
+    Parts,
+    add_magnitudes,
+    divide,
+    infinity,
+    less,
+    magnitude_bits,
+    multiply,
+    ordered,
+    select,
+    split,
+    split_bits,
 )
-from ._format import Block, min_positive_code
-from ._parts import Parts, divide, multiply, split
 from ._scales import SCALE_RULES
 
 
@@ -37,36 +48,85 @@ class Quantized:
     format: Block
 
 
-def _blocks(xp: Backend, x: Array, fmt: Block) -> Array:
-    """Axis to the end, then [..., blocks, size]; a ragged end is filled up with zeros."""
-    if fmt.size == "tensor":
-        return x.reshape(1, -1)
-    x = xp.moveaxis(x, fmt.axis, -1)
-    n = x.shape[-1]
-    size = max(n, 1) if fmt.size == "channel" else fmt.size
-    blocks = -(-n // size)
-    if blocks * size != n:
-        x = xp.pad_last(x, blocks * size - n)
-    return x.reshape(*x.shape[:-1], blocks, size)
+class Shared(NamedTuple):
+    """What the elements of a block share, [..., blocks]: the code of the scale, what elements are divided by
+    (the scale, with ``division="rounded"`` the product with the tensor scale), and the zero point."""
+
+    code: Array
+    scale: Parts
+    zero_point: Array | None
+
+    def at(self, where: Any) -> Shared:
+        """The same of some of the blocks."""
+        scale = Parts(*(v[where] if hasattr(v, "shape") else v for v in tuple(self.scale)))
+        return Shared(self.code[where], scale, None if self.zero_point is None else self.zero_point[where])
 
 
-def _unblock(xp: Backend, blocks: Array, shape: tuple[int, ...], fmt: Block) -> Array:
-    if fmt.size == "tensor":
-        return blocks.reshape(shape)
-    axis = fmt.axis % len(shape)
-    lead = [d for i, d in enumerate(shape) if i != axis]
-    x = blocks.reshape(*lead, blocks.shape[-1] * blocks.shape[-2])[..., : shape[axis]]
-    return xp.moveaxis(x, -1, axis)
+def _target(fmt: Block) -> float:
+    """What the rule maps a block's largest magnitude to."""
+    rule, element = SCALE_RULES[fmt.rule], fmt.element
+    if rule.to_emax:
+        return 2.0**element.emax  # type: ignore[union-attr]  # Block refuses codebooks here
+    step = 2.0**-element.fraction if isinstance(element, Fixed) else 0.0
+    return element.max + rule.stretch * step
 
 
-def _per_block(xp: Backend, values: Array, shape: tuple[int, ...], fmt: Block) -> Array:
-    """[..., blocks] with the blocks where the axis was."""
-    return values.reshape((1,) * len(shape)) if fmt.size == "tensor" else xp.moveaxis(values, -1, fmt.axis)
+def _number(xp: Backend, value: float, wide: int, like: Array) -> Parts:
+    return split(xp, xp.constant([value], xp.floats[wide], like))
 
 
-def _like_blocks(xp: Backend, values: Array, fmt: Block) -> Array:
-    """The inverse of `_per_block`, with a last axis of 1 to broadcast over the elements."""
-    return values.reshape(1, 1) if fmt.size == "tensor" else xp.moveaxis(values, fmt.axis, -1)[..., None]
+def extent(xp: Backend, blocks: Array, fmt: Block) -> tuple[Array, ...]:
+    """What of a block its scale follows from, as `ordered` bits: (amax), or (highest number, lowest number
+    inverted) with zero between them. The extents of two parts of a block join by maximum."""
+    wide = xp.width(blocks)
+    if not fmt.zero_point:
+        return (xp.max_last(magnitude_bits(xp, blocks)),)
+    keys, most = ordered(xp.view(blocks, xp.ints[wide]), wide), 2 ** (wide - 1) - 1
+    return xp.clip(xp.max_last(keys), 0, most), ~xp.clip(xp.min_last(keys), -most - 1, 0)
+
+
+def tensor_scale(xp: Backend, bounds: tuple[Array, ...], fmt: Block) -> Array | None:
+    """The second-level scale, a float32 scalar: amax / (largest scale * largest element), rounded once and
+    not to zero; 1 where amax is 0. Blocks with NaN or infinity, which have a NaN scale, do not count."""
+    if fmt.tensor_scale is None:
+        return None
+    wide = xp.width(bounds[0])
+    amax = bounds[0]
+    if fmt.zero_point:
+        amax = xp.maximum(amax, ordered(~bounds[1], wide) & (2 ** (wide - 1) - 1))
+    amax = (amax & less(amax, infinity(wide), wide)).reshape(-1)
+    amax = xp.max_last(amax).reshape(1) if amax.shape[0] else xp.constant([0], xp.ints[wide], amax)
+    a = divide(xp, split_bits(xp, amax, wide), _number(xp, fmt.scale.max * _target(fmt), wide, amax))
+    code = encode_parts(xp, a, fmt.tensor_scale, "nearest_even", "saturate")
+    code = xp.clip(code, min_positive_code(fmt.tensor_scale), fmt.tensor_scale.max_code)
+    one = encode_parts(xp, _number(xp, 1.0, wide, amax), fmt.tensor_scale, "nearest_even", "saturate")
+    code = select(less(0, amax, wide), code, one)
+    return decode_scalar(xp, narrow_codes(xp, code, fmt.tensor_scale), fmt.tensor_scale, 32)[0]
+
+
+def _to_precision(xp: Backend, a: Parts, mantissa: int) -> Parts:
+    """Rounded to a significand of 1 + ``mantissa`` bits, nearest even."""
+    kept = significand(xp, a, a.top - mantissa, "nearest_even")
+    carry = kept >> (mantissa + 1)
+    return a._replace(exponent=a.exponent + carry, significand=(kept >> carry) << (a.top - mantissa))
+
+
+def _scale_codes(xp: Backend, a: Parts, fmt: Block, tensor: Parts | None, target: float) -> Array:
+    """Scale codes from amax. A block that holds NaN or infinity gets a NaN scale, a block of zeros the
+    smallest scale; no scale is rounded to zero."""
+    rule = SCALE_RULES[fmt.rule]
+    a = a._replace(nan=a.nan | ~less(a.exponent, FAR // 2, a.wide), negative=0 * a.negative)
+    if tensor is not None:
+        a = divide(xp, a, tensor)
+    if rule.round_amax:
+        a = _to_precision(xp, a, fmt.element.mantissa)  # type: ignore[union-attr]  # Block refuses codebooks
+    if rule.to_emax:
+        a = a._replace(exponent=a.exponent - fmt.element.emax)  # type: ignore[union-attr]
+    else:
+        a = divide(xp, a, _number(xp, target, a.wide, a.exponent))
+    code = encode_parts(xp, a, fmt.scale, rule.rounding, "saturate")
+    least = xp.clip(code, min_positive_code(fmt.scale), fmt.scale.max_code)
+    return narrow_codes(xp, select(a.nan, code, least), fmt.scale)
 
 
 def _over(xp: Backend, a: Parts, b: Parts, power_of_two: bool) -> Parts:
@@ -76,134 +136,93 @@ def _over(xp: Backend, a: Parts, b: Parts, power_of_two: bool) -> Parts:
     return divide(xp, a, b)
 
 
-def _number(xp: Backend, value: float, like: Array) -> Parts:
-    return split(xp, xp.constant([value], like.dtype, like))
+def _tensor_parts(xp: Backend, tensor: Array | None, wide: int) -> Parts | None:
+    return None if tensor is None else split(xp, xp.astype(tensor, xp.floats[wide]).reshape(1))
 
 
-def tensor_scale(xp: Backend, x: Array, fmt: Block) -> Array | None:
-    """The second-level scale: amax of the tensor / (largest scale * largest element), rounded once.
-
-    NaN and infinities are left to their own block; a tensor of zeros has scale 1.
-    """
-    if fmt.tensor_scale is None:
-        return None
-    magnitude = abs(x)
-    finite = xp.where(magnitude < float("inf"), magnitude, 0 * magnitude)
-    flat = xp.where(finite == finite, finite, 0 * magnitude[:0].sum()).reshape(-1)
-    amax = xp.max_last(flat) if flat.shape[0] else flat.sum()
-    target = fmt.scale.max * (fmt.element.max + SCALE_RULES[fmt.rule].stretch)
-    a = divide(xp, split(xp, amax.reshape(1)), _number(xp, target, x))
-    code = encode_parts(xp, a, fmt.tensor_scale, "nearest_even", "saturate")
-    code = xp.where(
-        amax == 0,
-        xp.astype(encode_parts(xp, _number(xp, 1.0, x), fmt.tensor_scale, "nearest_even", None), code.dtype),
-        code,
-    )
-    return decode_scalar(xp, narrow_codes(xp, code, fmt.tensor_scale), fmt.tensor_scale, 32)[0]
-
-
-def _scale_codes(xp: Backend, amax: Array, fmt: Block, tensor: Parts | None) -> Array:
-    """Scale codes from amax. A block that holds NaN or infinity gets a NaN scale, a block of zeros the
-    smallest scale; no scale is rounded to zero."""
-    rule = SCALE_RULES[fmt.rule]
-    a = split(xp, amax)
-    a = a._replace(nan=a.nan | a.inf)
-    if tensor is not None:
-        a = divide(xp, a, tensor)
-    if rule.round_amax:
-        m = fmt.element.mantissa  # type: ignore[union-attr]  # Block refuses codebooks here
-        carry = significand(xp, a, a.exponent - m, "nearest_even") >> (m + 1)
-        a = a._replace(exponent=a.exponent + carry, significand=a.significand & -(1 << (a.top - m)))
-    if rule.to_emax:
-        a = a._replace(exponent=a.exponent - fmt.element.emax)  # type: ignore[union-attr]
-    else:
-        a = divide(xp, a, _number(xp, fmt.element.max + rule.stretch, amax))
-    code = encode_parts(xp, a, fmt.scale, rule.rounding, "saturate")
-    least = 0 * code + min_positive_code(fmt.scale)
-    return narrow_codes(xp, xp.where(a.nan, code, xp.maximum(code, least)), fmt.scale)
-
-
-def encode_block(xp: Backend, x: Array, fmt: Block, rounding: str, tensor: Array | None) -> Quantized:
-    """x (float32 or float64) in a block format under a given tensor scale."""
-    wide = xp.width(x)
-    blocks = _blocks(xp, x, fmt)
-    tensor_parts = None if tensor is None else split(xp, xp.astype(tensor, xp.floats[wide]).reshape(1))
+def share(xp: Backend, bounds: tuple[Array, ...], fmt: Block, tensor: Array | None) -> Shared:
+    """Scales and zero points of blocks with these extents."""
+    wide = xp.width(bounds[0])
+    tensor_parts = _tensor_parts(xp, tensor, wide)
     if fmt.zero_point:
-        zero = 0 * blocks[..., 0]
-        low = xp.minimum(xp.min_last(blocks), zero)
-        high = xp.maximum(xp.max_last(blocks), zero)
-        # element.max is what absmax divides by, but a range covers high - low steps
-        spread = (high - low) * (fmt.element.high / (fmt.element.high - fmt.element.low))  # type: ignore[union-attr]
-        codes = _scale_codes(xp, spread, fmt, tensor_parts)
+        element: Any = fmt.element
+        high, low = (split_bits(xp, ordered(key, wide), wide) for key in (bounds[0], ~bounds[1]))
+        steps = (element.high - element.low) * 2.0**-element.fraction
+        # a difference of floats that is a float again, as others have it
+        span = _to_precision(xp, add_magnitudes(xp, high, low), high.top)
+        code = _scale_codes(xp, span, fmt, tensor_parts, steps)
     else:
-        low = None
-        codes = _scale_codes(xp, xp.max_last(abs(blocks)), fmt, tensor_parts)
-    # a zero point needs the scale as a number anyway; so does a codebook, which is searched
-    scale = split(xp, decode_scalar(xp, codes, fmt.scale, wide)[..., None])
-    power_of_two = fmt.scale.mantissa == 0
-    a = split(xp, blocks)
-    if tensor_parts is not None:
-        a = divide(xp, a, tensor_parts)
-    a = _over(xp, a, scale, power_of_two)
+        code = _scale_codes(xp, split_bits(xp, bounds[0], wide), fmt, tensor_parts, _target(fmt))
+    scale = split(xp, decode_scalar(xp, code, fmt.scale, wide))
+    if tensor_parts is not None and fmt.division == "rounded":
+        product = xp.view(join(xp, multiply(xp, scale, tensor_parts), wide), xp.ints[wide])
+        scale, tensor_parts = split_bits(xp, xp.clip(product, 1, 2 ** (wide - 1) - 1), wide), None
+    if not fmt.zero_point:
+        return Shared(code, scale, None)
+    low = _scaled(xp, low, fmt, scale, tensor_parts)
+    point = xp.clip(element.low - _integer(xp, low, element, "nearest_even"), element.low, element.high)
+    return Shared(code, scale, point)
+
+
+def _scaled(xp: Backend, a: Parts, fmt: Block, scale: Parts, tensor: Parts | None) -> Parts:
+    power_of_two = fmt.scale.mantissa == 0 and (fmt.tensor_scale is None or fmt.division == "exact")
+    return _over(xp, a if tensor is None else divide(xp, a, tensor), scale, power_of_two)
+
+
+def encode_elements(
+    xp: Backend, blocks: Array, shared: Shared, fmt: Block, rounding: str, tensor: Array | None
+) -> Array:
+    """Codes of blocks of float32 or float64 under what they share."""
+    wide, shared = xp.width(blocks), shared.at((..., None))
+    tensor_parts = None if fmt.division == "rounded" else _tensor_parts(xp, tensor, wide)
+    # NaN and infinity show in the scale
+    a = _scaled(xp, split(xp, blocks, finite=True), fmt, shared.scale, tensor_parts)
     if fmt.division == "rounded":
         a = split(xp, join(xp, a, wide))
-    points = None
-    if fmt.zero_point:
-        elements, points = _about_zero_point(
-            xp, a, _over(xp, split(xp, low[..., None]), scale, power_of_two), fmt, rounding
-        )  # type: ignore[index]
-    elif hasattr(fmt.element, "values"):
-        elements = encode_codebook(xp, join(xp, a, wide), fmt.element)  # type: ignore[arg-type]
+    if shared.zero_point is not None:
+        value = _integer(xp, a, fmt.element, rounding) + shared.zero_point  # type: ignore[arg-type]
+        code = _integer_code(xp, value, shared, fmt)
+    elif isinstance(fmt.element, (Float, Fixed)):
+        code = encode_parts(xp, a, fmt.element, rounding, "saturate")
     else:
-        elements = encode_parts(xp, a, fmt.element, rounding, "saturate")
-    shape = tuple(x.shape)
-    return Quantized(
-        _unblock(xp, narrow_codes(xp, elements, fmt.element), shape, fmt),
-        _per_block(xp, codes, shape, fmt),
-        None if points is None else _per_block(xp, points, shape, fmt),
-        tensor,
-        fmt,
-    )
+        code = encode_codebook(xp, join(xp, a, wide), fmt.element)
+    return narrow_codes(xp, code, fmt.element)
 
 
-def _integer(xp: Backend, a: Parts, fmt: Any, rounding: str) -> Array:
-    """a in units of the integer format, rounded; far values are held within the integers' range."""
-    magnitude = significand(xp, a, 0 * a.exponent - fmt.fraction, rounding)
-    magnitude = xp.where(a.exponent + fmt.fraction > a.top, 0 * magnitude + (1 << 20), magnitude)
-    return xp.where(a.negative, -magnitude, magnitude)
+def zero_point_codes(xp: Backend, shared: Shared, fmt: Block) -> Array | None:
+    """The zero points as codes of the element."""
+    if shared.zero_point is None:
+        return None
+    return narrow_codes(xp, _integer_code(xp, shared.zero_point, shared, fmt), fmt.element)
 
 
-def _about_zero_point(xp: Backend, a: Parts, low: Parts, fmt: Block, rounding: str) -> tuple[Array, Array]:
-    """Codes and zero points: the integer grid is shifted so that ``low`` falls on its lowest code."""
+def _integer(xp: Backend, a: Parts, fmt: Fixed, rounding: str) -> Array:
+    """a in units of the integer format, rounded; far values stay far beyond the format's range."""
+    return (whole(xp, a, -fmt.fraction, rounding) ^ a.negative) - a.negative
+
+
+def _integer_code(xp: Backend, value: Array, shared: Shared, fmt: Block) -> Array:
+    """The code nearest to an integer; 0 in a block whose scale is NaN."""
     element: Any = fmt.element
-
-    def clip(value: Array) -> Array:
-        return xp.minimum(xp.maximum(value, 0 * value + element.low), 0 * value + element.high)
-
-    def code(value: Array) -> Array:
-        return value & ((1 << element.bits) - 1)
-
-    point = clip(element.low - _integer(xp, low, element, "nearest_even"))
-    codes = code(clip(_integer(xp, a, element, rounding) + point))
-    return codes, narrow_codes(xp, code(point)[..., 0], element)
+    return xp.clip(value, element.low, element.high) & ((1 << element.bits) - 1) & ~shared.scale.nan
 
 
-def decode_block(xp: Backend, q: Quantized, wide: int) -> Array:
-    """Numbers of a block format: one rounding to float32 for the block's product, one for the tensor scale."""
-    fmt = q.format
-    shape = tuple(q.codes.shape)
-    values = decode_scalar(xp, _blocks(xp, q.codes, fmt), fmt.element, wide)
-    if q.zero_point is not None:
-        values = values - decode_scalar(xp, _like_blocks(xp, q.zero_point, fmt), fmt.element, wide)
-    scale = decode_scalar(xp, _like_blocks(xp, q.scale, fmt), fmt.scale, wide)
-    values = _times(xp, values, scale, wide)
-    if q.tensor_scale is not None:
-        values = _times(xp, values, xp.astype(q.tensor_scale, xp.floats[wide]).reshape(1), wide)
-    return _unblock(xp, values, shape, fmt)
+def decode_block(
+    xp: Backend, codes: Array, scale: Array, points: Array | None, fmt: Block, tensor: Array | None, wide: int
+) -> Array:
+    """Numbers of blocks of codes: one rounding for the product with the scale, one for the tensor scale."""
+    values = decode_scalar(xp, codes, fmt.element, wide)
+    if points is not None:
+        values = values - decode_scalar(xp, points, fmt.element, wide)[..., None]
+    values = _times(xp, values, decode_scalar(xp, scale, fmt.scale, wide)[..., None], wide)
+    if tensor is not None:
+        values = _times(xp, values, xp.astype(tensor, xp.floats[wide]).reshape(1), wide)
+    return values
 
 
 def _times(xp: Backend, a: Array, b: Array, wide: int) -> Array:
     """a * b rounded once, also where the backend would flush subnormals."""
     if xp.flushes_subnormals and wide == 32:
         return join(xp, multiply(xp, split(xp, a), split(xp, b)), wide)
-    return a * b
+    with np.errstate(over="ignore", invalid="ignore"):
+        return a * b

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._backend import Array, Backend, Numpy, backend
-from ._block import Quantized, decode_block, encode_block, tensor_scale
+from ._backend import Array, Backend, backend
+from ._block import Quantized, decode_block
 from ._codec import decode_scalar, encode_codebook, encode_parts, narrow_codes
 from ._format import Block, Codebook, Format
 from ._names import format as read_format
 from ._pack import Packed, pack_quantized, unpack_quantized
 from ._parts import split
-
-# elements worked on at a time on a CPU: the intermediates stay in the cache
-CHUNK = 1 << 17
+from ._rows import by_pieces, decode_rows, encode_rows
 
 
 def encode(
@@ -38,8 +36,8 @@ def encode(
 
     rounding: one of `ROUNDINGS`. A value is rounded first and tested for overflow then.
     overflow: "saturate" (largest number; infinities too), "inf" or "nan"; default "inf" where the format has
-    infinities, else "saturate". Below the range of an unsigned format counts as overflow: "saturate" gives its
-    lowest number. Elements of a block saturate.
+    infinities, else "saturate". Below the range of an unsigned format counts as overflow: "saturate" gives
+    its lowest number. Elements of a block saturate.
     nan: what NaN becomes in a format without one: "zero" or "max". Elsewhere NaN stays NaN and keeps its sign
     where the format has room. A block that holds NaN or infinity has a NaN scale and decodes to NaN.
 
@@ -47,68 +45,28 @@ def encode(
     """
     fmt = read_format(fmt)
     xp, x = backend(x)
-    if isinstance(fmt, Block) and not x.ndim:
-        raise ValueError(f"{fmt} needs an array with an axis to cut into blocks, got a scalar")
-    if isinstance(fmt, Block) and fmt.size != "tensor" and not -x.ndim <= fmt.axis < x.ndim:
-        raise ValueError(f"{fmt} has blocks along axis {fmt.axis}, but the array has shape {tuple(x.shape)}")
     if not isinstance(fmt, Block):
-        return _encode_scalar(xp, x, fmt, rounding, overflow, nan)
+        return by_pieces(xp, x, lambda piece: _encode_scalar(xp, piece, fmt, rounding, overflow, nan))
+    _check_block(fmt, x, overflow)
+    return encode_rows(xp, x, fmt, rounding)
+
+
+def _check_block(fmt: Block, x: Array, overflow: str | None) -> None:
+    if not x.ndim:
+        raise ValueError(f"{fmt} needs an array with an axis to cut into blocks, got a scalar")
+    if fmt.size != "tensor" and not -x.ndim <= fmt.axis < x.ndim:
+        raise ValueError(f"{fmt} has blocks along axis {fmt.axis}, but the array has shape {tuple(x.shape)}")
     if overflow not in (None, "saturate"):
         raise ValueError(f"overflow={overflow!r}: the elements of a block saturate")
-    tensor = tensor_scale(xp, xp.source(x), fmt)
-    along_rows = fmt.size != "tensor" and fmt.axis % x.ndim == x.ndim - 1
-    if xp.flushes_subnormals or not along_rows or _count(x.shape) <= CHUNK:
-        return encode_block(xp, xp.source(x), fmt, rounding, tensor)
-    rows = x.reshape(-1, x.shape[-1])
-    step = max(1, CHUNK // rows.shape[1])
-    parts = [
-        encode_block(xp, xp.source(rows[i : i + step]), fmt, rounding, tensor)
-        for i in range(0, rows.shape[0], step)
-    ]
-
-    def joined(pick: str) -> Array:
-        pieces = [getattr(part, pick) for part in parts]
-        if pieces[0] is None:
-            return None
-        whole = _concatenate(xp, pieces)
-        return whole.reshape(*x.shape[:-1], whole.shape[-1])
-
-    return Quantized(joined("codes"), joined("scale"), joined("zero_point"), tensor, fmt)
-
-
-def _concatenate(xp: Backend, pieces: list[Array]) -> Array:
-    if xp is Numpy:
-        import numpy as np
-
-        return np.concatenate(pieces)
-    import torch
-
-    return torch.cat(pieces)
-
-
-def _count(shape: Any) -> int:
-    count = 1
-    for d in shape:
-        count *= int(d)
-    return count
 
 
 def _encode_scalar(xp: Backend, x: Array, fmt: Any, rounding: str, overflow: str | None, nan: str) -> Array:
-    shape = tuple(x.shape)
-
-    def one(piece: Array) -> Array:
-        source = xp.source(piece)
-        if isinstance(fmt, Codebook):
-            return narrow_codes(xp, encode_codebook(xp, source, fmt, nan), fmt)
-        if getattr(fmt, "mantissa", 0) > 23 and xp.width(source) == 32:
-            source = xp.astype(source, xp.floats[64])
-        return narrow_codes(xp, encode_parts(xp, split(xp, source), fmt, rounding, overflow, nan), fmt)
-
-    flat = x.reshape(-1)
-    if xp.flushes_subnormals or flat.shape[0] <= CHUNK:
-        return one(flat).reshape(shape)
-    pieces = [one(flat[i : i + CHUNK]) for i in range(0, flat.shape[0], CHUNK)]
-    return _concatenate(xp, pieces).reshape(shape)
+    source = xp.source(x)
+    if isinstance(fmt, Codebook):
+        return narrow_codes(xp, encode_codebook(xp, source, fmt, nan), fmt)
+    if getattr(fmt, "mantissa", 0) > 23 and xp.width(source) == 32:
+        source = xp.astype(source, xp.floats[64])
+    return narrow_codes(xp, encode_parts(xp, split(xp, source), fmt, rounding, overflow, nan), fmt)
 
 
 def decode(codes: Any, fmt: Format | str | None = None, *, dtype: Any = None) -> Array:
@@ -124,14 +82,15 @@ def decode(codes: Any, fmt: Format | str | None = None, *, dtype: Any = None) ->
     """
     if isinstance(codes, Quantized):
         xp, _ = backend(codes.codes)
-        return decode_block(xp, codes, _width(dtype))
+        return decode_rows(xp, codes, _width(dtype))
     if fmt is None:
         raise ValueError("decode needs the format of the codes, such as decode(codes, 'e4m3fn')")
     fmt = read_format(fmt)
     if isinstance(fmt, Block):
         raise ValueError(f"decode of {fmt} takes the Quantized that encode returned, not bare codes")
     xp, codes = backend(codes)
-    return decode_scalar(xp, codes, fmt, _width(dtype))
+    wide = _width(dtype)
+    return by_pieces(xp, codes, lambda piece: decode_scalar(xp, piece, fmt, wide))
 
 
 def _width(dtype: Any) -> int:
@@ -165,13 +124,24 @@ def cast(
     """
     fmt = read_format(fmt)
     xp, x = backend(x)
-    codes = encode(x, fmt, rounding=rounding, overflow=overflow, nan=nan)
     wide = 64 if xp.is_float(x) and xp.width(x) == 64 else 32
+
+    def own(y: Array) -> Array:
+        return xp.astype(y, x.dtype) if xp.is_float(x) else y
+
     if isinstance(fmt, Block):
-        y = decode_block(xp, codes, wide)
-    else:
-        y = decode_scalar(xp, codes, fmt, wide)
-    return xp.astype(y, x.dtype) if xp.is_float(x) else y
+        _check_block(fmt, x, overflow)
+
+        def numbers(codes: Array, scale: Array, points: Array | None, tensor: Array | None) -> Array:
+            return own(decode_block(xp, codes, scale, points, fmt, tensor, wide))
+
+        return encode_rows(xp, x, fmt, rounding, numbers).codes
+
+    def number(piece: Array) -> Array:
+        codes = _encode_scalar(xp, piece, fmt, rounding, overflow, nan)
+        return own(decode_scalar(xp, codes, fmt, wide))
+
+    return by_pieces(xp, x, number)
 
 
 def pack(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import cache, lru_cache
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from . import _oracle
 from ._backend import Array, Backend
 from ._format import Codebook, Fixed, Float, Scalar
-from ._parts import Parts, split
+from ._parts import FAR, Parts, infinity, less, magnitude_bits, ordered, select, split
 from ._rounding import rounding as rounding_rule
 
 OVERFLOWS = ("saturate", "inf", "nan")
@@ -45,72 +47,73 @@ def encode_parts(
     return encode(xp, a, fmt, rounding, policy, nan)  # type: ignore[arg-type]
 
 
-def significand(xp: Backend, a: Parts, quantum: Array, rounding: str) -> Array:
-    """``|a|`` in units of ``2**quantum``, rounded to an integer."""
+def significand(xp: Backend, a: Parts, drop: Array | int, rounding: str) -> Array:
+    """The significand without its last ``drop`` bits, rounded. 0 <= drop <= top + 2."""
+    odd = a.significand >> drop
+    odd &= 1
+    total = a.significand + rounding_rule(rounding)((1 << drop) - 1, odd, a.negative)
+    total >>= drop
+    return total
+
+
+def whole(xp: Backend, a: Parts, quantum: int, rounding: str) -> Array:
+    """``|a|`` in units of ``2**quantum``, rounded to an integer; from ``2**top`` on not the right one."""
     # beyond top + 2 dropped bits nothing changes: the whole significand is below half a unit
-    drop = xp.minimum(xp.maximum(quantum - a.exponent + a.top, 0 * quantum), 0 * quantum + a.top + 2)
-    kept = a.significand >> drop
-    unit = (0 * drop + 1) << drop
-    up = rounding_rule(rounding)(kept, a.significand & (unit - 1), unit, a.negative)
-    return kept + xp.astype(up, xp.ints[a.wide])
+    return significand(xp, a, xp.clip(quantum + a.top - a.exponent, 0, a.top + 2), rounding)
 
 
 def _encode_float(xp: Backend, a: Parts, fmt: Float, rounding: str, overflow: str, nan: str) -> Array:
-    m = fmt.mantissa
-    base = xp.maximum(a.exponent, 0 * a.exponent + fmt.emin)
-    below = a.exponent < fmt.emin
-    if fmt.subnormal:
-        # a carry out of the significand runs into the exponent field, which is what it should do
-        code = significand(xp, a, base - m, rounding) + ((base - fmt.emin) << m)
-    elif fmt.zero:
-        whole = significand(xp, a, base - m, rounding) + ((base - fmt.emin) << m)
-        tiny = significand(xp, a, 0 * base + fmt.emin, rounding) << m
-        code = xp.where(below, tiny, whole)
-    else:
-        whole = significand(xp, a, base - m, rounding) + ((base - fmt.emin) << m) - (1 << m)
-        code = xp.where(below | (a.significand == 0), 0 * whole, whole)
+    m, wide = fmt.mantissa, a.wide
+    base = xp.clip(a.exponent, fmt.emin, fmt.emax + 1)
+    drop = xp.clip(base - a.exponent, 0, m + 2)
+    drop += a.top - m
+    # a carry out of the significand runs into the exponent field, which is what it should do
+    code = significand(xp, a, drop, rounding)
+    base -= fmt.emin
+    base <<= m
+    code += base
+    if not fmt.subnormal:
+        below = less(a.exponent, fmt.emin, wide)
+        tiny = whole(xp, a, fmt.emin, rounding) << m if fmt.zero else 0
+        code = select(below, tiny, code if fmt.zero else code - (1 << m))
+    if fmt.exponent + m > 30 and wide == 32:  # what lies above the largest code wraps around
+        code = select(code >> 31, 2**31 - 1, code)
     limit = {"saturate": fmt.max_code, "inf": fmt.inf_code, "nan": fmt.nan_code}[overflow]
-    negative = a.negative
+    if limit in (fmt.max_code, fmt.max_code + 1):
+        code = xp.clip(code, 0, limit)
+    else:
+        code = select(less(fmt.max_code, code, wide), limit, code)
     if not fmt.signed:
-        under = negative & ((code > 0) if fmt.zero else (a.significand > 0))
         lowest = fmt.nan_code if overflow == "nan" else 0
-        code = xp.where(negative, xp.where(under, 0 * code + lowest, 0 * code), code)
-        negative = negative & ~negative
-    code = xp.where(
-        ((code > fmt.max_code) | a.inf) & ~(a.negative & (not fmt.signed)), 0 * code + limit, code
-    )
-    if fmt.signed:
-        sign = 1 << (fmt.bits - 1)
-        sign = sign - (1 << 32) if fmt.bits == a.wide == 32 else sign  # the same bit in a signed integer
-        keep = negative if fmt.negative_zero else negative & (code != 0)
-        code = xp.where(keep & (code != sign), code | sign, code)
+        under = a.negative & less(0, code if fmt.zero else a.significand, wide)
+        code = select(under, lowest, code)
     special = fmt.nan_code if fmt.nan_code is not None else {"zero": 0, "max": fmt.max_code}[nan]
-    signed_nan = fmt.signed and fmt.nan in ("ieee", "top")
-    nan_code = (
-        xp.where(a.negative, 0 * code + (special | sign), 0 * code + special)
-        if signed_nan
-        else 0 * code + special
-    )
-    return xp.where(a.nan, nan_code, code)
+    code = select(a.nan, special, code)
+    if not fmt.signed:
+        return code
+    sign = 1 << (fmt.bits - 1)
+    sign = sign - (1 << 32) if fmt.bits == wide == 32 else sign  # the same bit in a signed integer
+    negative = a.negative
+    if not fmt.negative_zero:
+        negative = negative & less(0, code, wide)
+    if fmt.nan not in ("ieee", "top"):
+        negative = negative & ~a.nan
+    code |= negative & sign
+    return code
 
 
 def _encode_fixed(xp: Backend, a: Parts, fmt: Fixed, rounding: str, overflow: str, nan: str) -> Array:
-    magnitude = significand(xp, a, 0 * a.exponent - fmt.fraction, rounding)
-    value = xp.where(a.negative, -magnitude, magnitude)
-    value = xp.minimum(xp.maximum(value, 0 * value + fmt.low), 0 * value + fmt.high)
-    bound = xp.where(a.negative, 0 * value + fmt.low, 0 * value + fmt.high)
-    # where no bit is dropped the number is a larger integer than the format holds
-    value = xp.where(a.inf | (a.exponent + fmt.fraction > a.top), bound, value)
-    value = xp.where(a.nan, 0 * value + {"zero": 0, "max": fmt.high}[nan], value)
-    return value & ((1 << fmt.bits) - 1)
+    magnitude = whole(xp, a, -fmt.fraction, rounding)
+    value = xp.clip((magnitude ^ a.negative) - a.negative, fmt.low, fmt.high)
+    return select(a.nan, {"zero": 0, "max": fmt.high}[nan], value) & ((1 << fmt.bits) - 1)
 
 
 @cache
 def _thresholds(fmt: Codebook, wide: int) -> np.ndarray:
     """For each neighbouring pair the largest float at which the lower value still is chosen."""
-    real = {32: np.float32, 64: np.float64}[wide]
+    real: Any = {32: np.float32, 64: np.float64}[wide]
     cuts = []
-    for i, (low, high) in enumerate(zip(fmt.values, fmt.values[1:])):
+    for i, (low, high) in enumerate(pairwise(fmt.values)):
         middle = (Fraction(low) + Fraction(high)) / 2
         cut = real(float(middle))
         while Fraction(float(cut)) > middle:
@@ -121,17 +124,19 @@ def _thresholds(fmt: Codebook, wide: int) -> np.ndarray:
 
 
 def encode_codebook(xp: Backend, x: Array, fmt: Codebook, nan: str = "zero") -> Array:
-    """Codes of the nearest values; a tie goes to the even code, NaN to the value nearest zero or the largest."""
+    """Codes of the nearest values; a tie goes to the even code, NaN to that nearest zero or the largest."""
     wide = xp.width(x)
+    is_nan = less(infinity(wide), magnitude_bits(xp, x), wide)
     table = xp.constant(_thresholds(fmt, wide), xp.floats[wide], x)
     absent = (
         min(range(len(fmt.values)), key=lambda i: abs(fmt.values[i]))
         if nan == "zero"
         else len(fmt.values) - 1
     )
-    clean = xp.where(x == x, x, 0 * table[0])
-    codes = xp.astype(xp.searchsorted(table, clean), xp.ints[wide])
-    return xp.where(x == x, codes, 0 * codes + absent)
+    if xp.flushes_subnormals:  # searched as integers, which are in the same order
+        table, x = (ordered(xp.view(v, xp.ints[wide]), wide) for v in (table, x))
+    codes = xp.astype(xp.searchsorted(table, x), xp.ints[wide])
+    return select(is_nan, absent, codes)
 
 
 def code_bits(fmt: Scalar) -> int:
@@ -163,35 +168,32 @@ def decode_table(fmt: Scalar) -> np.ndarray:
 
 def decode_scalar(xp: Backend, code: Array, fmt: Scalar, wide: int) -> Array:
     """Codes to float32 or float64 (``wide``); exact, or rounded once where float32 is too narrow."""
-    code = wide_codes(xp, code)
     if fmt.bits <= 16:
         with np.errstate(over="ignore"):
             table = decode_table(fmt).astype({32: np.float32, 64: np.float64}[wide])
-        return xp.constant(table, xp.floats[wide], code)[code]
-    return _decode_wide_float(xp, code, fmt, wide)  # type: ignore[arg-type]  # only Float is wider
+        return xp.take(xp.constant(table, xp.floats[wide], code), code)
+    return _decode_wide_float(xp, wide_codes(xp, code), fmt, wide)  # type: ignore[arg-type]  # only Float is wider
 
 
 def _decode_wide_float(xp: Backend, code: Array, fmt: Float, wide: int) -> Array:
     """Formats of 17 to 32 bits: rebuild the float's own bits."""
     m, half = fmt.mantissa, fmt.exponent + fmt.mantissa
     magnitude = code & ((1 << half) - 1)
-    negative = ((code >> half) & 1) == 1 if fmt.signed else magnitude < 0
-    fraction = magnitude & ((1 << m) - 1)
-    exponent_field = magnitude >> m
-    normal = (exponent_field > 0) if fmt.zero else (exponent_field >= 0)
-    integer = xp.where(normal, fraction | (1 << m), fraction if fmt.subnormal else 0 * fraction)
-    a = split(xp, xp.astype(integer, xp.floats[32 if m < 24 else 64]))
-    shift = xp.maximum(exponent_field, 0 * exponent_field + int(fmt.zero)) - fmt.bias - m
-    a = a._replace(negative=negative, exponent=a.exponent + xp.astype(shift, xp.ints[a.wide]))
-    ieee = fmt.nan == "ieee"
-    inf = magnitude == fmt.inf_code if fmt.inf_code is not None else magnitude < 0
-    if ieee:
-        nan = magnitude > fmt.inf_code
-    elif fmt.nan == "negative_zero":
-        nan = (magnitude == 0) & negative
-    else:
-        nan = magnitude == fmt.nan_code if fmt.nan else magnitude < 0
-    return join(xp, a._replace(inf=inf, nan=nan), wide)
+    field = magnitude >> m
+    normal = less(0, field, 32) if fmt.zero else code | -1
+    integer = magnitude & ((1 << m) - 1) | normal & (1 << m)
+    a = split(xp, xp.astype(integer if fmt.subnormal else integer & normal, xp.floats[32 if m < 24 else 64]))
+    negative = -((code >> half) & 1) if fmt.signed else code & 0
+    exponent = field + (1 + normal) - fmt.bias - m
+    nan = code & 0
+    if fmt.nan == "negative_zero":
+        nan = negative & ~less(0, magnitude, 32)
+    elif fmt.nan_code is not None:
+        nan = less((fmt.inf_code if fmt.nan == "ieee" else fmt.nan_code - 1), magnitude, 32)
+    if fmt.inf_code is not None:
+        exponent = exponent + (less(fmt.inf_code - 1, magnitude, 32) & FAR)
+    exponent, negative, nan = (xp.astype(v, xp.ints[a.wide]) for v in (exponent, negative, nan))
+    return join(xp, a._replace(exponent=a.exponent + exponent, negative=negative, nan=nan), wide)
 
 
 _FLOAT32 = Float(8, 23)
@@ -202,16 +204,16 @@ def join(xp: Backend, a: Parts, wide: int) -> Array:
     if wide == 32:
         code = _encode_float(xp, a, _FLOAT32, "nearest_even", "inf", "zero")
         return xp.view(xp.astype(code, xp.ints[32]), xp.floats[32])
-    # a significand of 32-bit parts fits a float64 with room to spare; the power of two is exact in it
+    # the significand of a format of 32 bits, or of a float32 product, fits a float64 with room to spare
     value = xp.astype(a.significand, xp.floats[64])
-    power = xp.astype(a.exponent - a.top, xp.ints[64])
-    for part in (power >> 1, power - (power >> 1)):  # in two steps: one alone could overflow
-        value = value * _power_of_two(xp, part)
-    value = xp.where(a.inf, value * 0 + float("inf"), value)
-    value = xp.where(a.negative, -value, value)
-    return xp.where(a.nan, value * 0 + float("nan"), value)
+    half = (a.exponent - a.top) >> 1
+    with np.errstate(over="ignore"):
+        for power in (half, a.exponent - a.top - half):  # in two steps: one alone could overflow
+            value = value * _power_of_two(xp, xp.astype(xp.clip(power, -1022, 1023), xp.ints[64]))
+    negative, nan = xp.astype(a.negative, xp.ints[64]), xp.astype(a.nan, xp.ints[64])
+    bits = xp.view(value, xp.ints[64]) | negative & -(1 << 63)
+    return xp.view(select(nan, infinity(64) | 1 << 51, bits), xp.floats[64])
 
 
 def _power_of_two(xp: Backend, exponent: Array) -> Array:
-    held = xp.minimum(xp.maximum(exponent, 0 * exponent - 1022), 0 * exponent + 1023)
-    return xp.view((held + 1023) << 52, xp.floats[64])
+    return xp.view((exponent + 1023) << 52, xp.floats[64])

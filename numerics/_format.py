@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import pairwise
 from typing import Literal
 
 from ._scales import SCALE_RULES
@@ -82,6 +83,10 @@ class Float:
         object.__setattr__(self, "bias", 2 ** (e - 1) - 1 if self.bias is None else self.bias)
         object.__setattr__(self, "negative_zero", negative_zero)
         _check(self.max_code >= 1, f"{self!r} has no finite number besides zero")
+        _check(
+            e <= 11 and self.emax <= 1023 and self.emin - m >= -1074,
+            f"Float(exponent={e}, mantissa={m}, bias={self.bias}) has numbers that float64 has not",
+        )
 
     def __str__(self) -> str:
         from ._names import name
@@ -169,6 +174,7 @@ class Fixed:
         least = 1 + self.signed
         _check(least <= self.bits <= 16, f"integers have {least} to 16 bits here, got {self.bits}")
         _check(self.signed or not self.narrow, "narrow=True is for signed integers")
+        _check(abs(self.fraction) <= 1000, f"fraction={self.fraction} is beyond float64: -1000 to 1000")
 
     def __str__(self) -> str:
         from ._names import name
@@ -226,7 +232,7 @@ class Codebook:
 
     def __post_init__(self) -> None:
         values = tuple(float(v) for v in self.values)
-        ordered = all(a < b for a, b in zip(values, values[1:]))
+        ordered = all(a < b for a, b in pairwise(values))
         _check(
             2 <= len(values) <= 2**16 and ordered and all(map(math.isfinite, values)),
             "a codebook is 2 to 65536 finite values in ascending order",
@@ -263,13 +269,14 @@ class Block:
 
     ``size``: elements in a block, or "channel" (the whole axis: a row of a weight, a token of an
     activation), or "tensor". A last block may be ragged: it has its own scale and no padding shows.
-    ``scale``: format of the shared scale, ``rule``: how it follows from the block (`halfulp.numerics.SCALE_RULES`).
+    ``scale``: format of the shared scale, ``rule``: how it follows from the block (one of `SCALE_RULES`).
     ``zero_point=True``: integers about a zero point per block, ``(code - zero_point) * scale``.
     ``tensor_scale``: format of a second scale, one for the tensor (NVFP4).
-    ``division="rounded"``: an element over its scale is first rounded to the source's precision, as runtimes
-    do that divide in float32; "exact" (the default) rounds once.
+    ``division="rounded"``: an element over its scale (times the tensor scale, as a float) is first rounded to
+    the source's precision, as runtimes do that divide in float32; "exact" (the default) rounds once.
 
-    Raises ValueError for a size below 1, an unknown rule, a zero point on anything but integers.
+    Raises ValueError for a size below 1, an unknown rule, a zero point on anything but integers, a scale
+    without NaN, numbers beyond float32.
     """
 
     element: Scalar
@@ -287,24 +294,33 @@ class Block:
                 from ._names import format
 
                 object.__setattr__(self, key, format(getattr(self, key)))
+        if isinstance(self.element, Block):
+            raise ValueError(f"a block's element is a scalar format, not the block {self.element}")
+        for key in ("scale", "tensor_scale"):
+            part = getattr(self, key)
+            if not isinstance(part, Float) and (key, part) != ("tensor_scale", None):
+                raise ValueError(f"a block's {key} is a Float, got {part}")
         if self.rule is None:
             object.__setattr__(self, "rule", "absmax" if self.scale.mantissa else "floor")
-        _check(not isinstance(self.element, Block), "a block's element is a scalar format, not another block")
-        _check(isinstance(self.scale, Float), f"a block's scale is a Float, got {self.scale!r}")
         _check(
             self.size in ("channel", "tensor") or (isinstance(self.size, int) and self.size >= 1),
             f"block size {self.size!r}: a whole number from 1, 'channel' or 'tensor'",
         )
+        _check(isinstance(self.axis, int), f"block axis {self.axis!r}: a whole number, negative from the end")
         _check(self.rule in SCALE_RULES, f"scale rule {self.rule!r}: choose one of {', '.join(SCALE_RULES)}")
-        _check(self.division in ("exact", "rounded"), f"division {self.division!r}: choose 'exact' or 'rounded'")
+        _check(
+            self.division in ("exact", "rounded"), f"division {self.division!r}: choose 'exact' or 'rounded'"
+        )
         _check(
             not self.zero_point or (isinstance(self.element, Fixed) and self.rule == "absmax"),
             "a zero point needs an integer element and the rule 'absmax'",
         )
+        rule = SCALE_RULES[self.rule]
         _check(
-            not (isinstance(self.element, Codebook) and SCALE_RULES[self.rule].to_emax),
+            not (isinstance(self.element, Codebook) and rule.to_emax),
             f"the rule {self.rule!r} needs the element's exponent range, which a codebook has not",
         )
+        _check_parts(self)
 
     def __str__(self) -> str:
         from ._names import name
@@ -316,6 +332,29 @@ class Block:
         """Bits for an element with its share of a full block's scale and zero point."""
         shared = self.scale.bits + self.zero_point * self.element.bits
         return self.element.bits + (shared / self.size if isinstance(self.size, int) else 0)
+
+
+def _check_parts(fmt: Block) -> None:
+    """Blocks are computed and decoded in float32: what is beyond it, or cannot be exact in it, is refused."""
+    if SCALE_RULES[fmt.rule].stretch and not isinstance(fmt.element, Fixed):
+        raise ValueError(f"the rule {fmt.rule!r} counts in integer steps, which {fmt.element} has not")
+    if fmt.scale.nan_code is None:
+        raise ValueError(f"the scale {fmt.scale} has no NaN, the mark of a block that holds NaN or infinity")
+    for part in (fmt.element, fmt.scale, fmt.tensor_scale):
+        if part is not None and not _fits_float32(part):
+            raise ValueError(f"{part} cannot be part of a block: it has numbers beyond float32")
+    element = 0 if isinstance(fmt.element, Codebook) else fmt.element.mantissa
+    if fmt.tensor_scale is not None and fmt.scale.mantissa + element > 20:
+        raise ValueError(f"a scale under a tensor scale is a short one, such as 'e4m3fn', not {fmt.scale}")
+
+
+def _fits_float32(fmt: Scalar) -> bool:
+    """Whether every number of the format is a float32 (of codebooks: nearly one)."""
+    if isinstance(fmt, Float):
+        return fmt.mantissa <= 23 and fmt.emax <= 127 and fmt.emin - fmt.mantissa >= -149
+    if isinstance(fmt, Fixed):
+        return fmt.emax <= 127 and fmt.fraction <= 126
+    return 2.0**-126 <= fmt.max < 2.0**128
 
 
 Format = Float | Fixed | Codebook | Block

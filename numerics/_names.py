@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import re
 from functools import cache
+from typing import Any
 
 from ._format import Block, Codebook, Fixed, Float, Format, Int, Scalar
 
-_FINITE = {"inf": False, "nan": False}
-_FN = {"inf": False, "nan": "top"}
-_FNUZ = {"inf": False, "nan": "negative_zero"}
+_FINITE: dict[str, Any] = {"inf": False, "nan": False}
+_FN: dict[str, Any] = {"inf": False, "nan": "top"}
+_FNUZ: dict[str, Any] = {"inf": False, "nan": "negative_zero"}
 
 # NF4: QLoRA (Dettmers et al. 2023), appendix E: the 16 normal quantiles, normalised to [-1, 1].
 _NF4 = (
@@ -88,25 +89,25 @@ ALIASES = {
 }
 """Other libraries' names (ml_dtypes, torch, PTX) for the same formats."""
 
-_KINDS: dict[str, dict[str, object]] = {
-    "": {},
-    "ieee": {},
-    "fn": _FN,
-    "f": _FINITE,
-    "fnuz": _FNUZ,
+_KINDS: dict[str, dict[str, Any]] = {"": {}, "ieee": {}, "fn": _FN, "fnuz": _FNUZ, "f": _FINITE}
+_FLAGS: dict[str, dict[str, Any]] = {
+    "i": {"inf": True},
+    "ns": {"subnormal": False},
+    "nz": {"subnormal": False, "zero": False},
+    "pz": {"negative_zero": False},
 }
-_FLOAT = re.compile(r"(u?)e(\d+)m(\d+)(?:b(-?\d+))?(ieee|fnuz|fn|f)?(ns)?")
+_FLOAT = re.compile(r"(u?)e(\d+)m(\d+)(?:b(-?\d+))?(ieee|fnuz|fn|f)?(i)?(ns|nz)?(pz)?")
 _INT = re.compile(r"(u?)int(\d+)(n?)")
 _FIXED = re.compile(r"(u?)fixed(\d+)\.(-?\d+)(n?)")
 _TABLE = re.compile(r"codebook\((.*)\)")
 GRAMMAR = (
-    "a name (halfulp formats lists them), e{E}m{M}[b{bias}][fn|fnuz|f], [u]int{bits}, [u]fixed{bits}.{fraction}, "
-    "codebook(v,v,...), and for blocks :g{size} or :channel, :token, :tensor, then :asym, "
-    ":rule={rule}, :scale={format}, :axis={axis}, :tensor_scale={format}, :division=rounded"
+    "a name (halfulp formats lists them), e{E}m{M}[b{bias}][fn|fnuz|f], [u]int{bits}, "
+    "[u]fixed{bits}.{fraction}, codebook(v,v,...), and for blocks :g{size} or :channel, :token, :tensor, "
+    "then :asym, :rule={rule}, :scale={format}, :axis={axis}, :tensor_scale={format}, :division=rounded"
 )
+_OPTIONS = ["channel", "token", "tensor", "asym", "rule=", "scale=", "axis=", "tensor_scale=", "division="]
 
 
-@cache
 def format(text: str | Format) -> Format:
     """Read a format from its name; a `Format` is returned as it is.
 
@@ -120,18 +121,27 @@ rule='absmax', axis=-1, zero_point=True, tensor_scale=None, division='exact')
     ('int8:channel', 'mxfp4:rule=even')
 
     ``format(str(f)) == f`` for every format. As in ml_dtypes, plain "e4m3" is the IEEE-like one with
-    infinities, and "e4m3fn" is OCP's. The scale of ``:g`` blocks is bf16, of ``:channel`` and ``:tensor`` fp32.
+    infinities, and "e4m3fn" is OCP's; after these may come i (an infinity below the NaN), ns (no subnormals)
+    or nz (no zero either), pz (no negative zero). The scale of ``:g`` blocks is bf16, of ``:channel`` and
+    ``:tensor`` fp32.
     Raises ValueError that names the word it cannot read, near names, and the grammar.
     """
-    if not isinstance(text, str):
-        return text
+    if isinstance(text, str):
+        return _read(text)
+    if not isinstance(text, Format):
+        raise ValueError(f"a number format is a name such as 'e4m3fn' or a Format, got {text!r}")
+    return text
+
+
+@cache
+def _read(text: str) -> Format:
     word, *options = re.split(r":(?![^(]*\))", text.strip().lower())
     base = _base(word, text)
     return _block(base, options, text) if options else base
 
 
-def _unreadable(word: str, text: str) -> ValueError:
-    near = difflib.get_close_matches(word, [*NAMED, *ALIASES, "int4", "int8"], n=3)
+def _unreadable(word: str, text: str, known: list[str]) -> ValueError:
+    near = difflib.get_close_matches(word.partition("=")[0], known, n=3)
     hint = f"; did you mean {' or '.join(near)}?" if near else "."
     of = f" of {text!r}" if word != text else ""
     return ValueError(f"cannot read {word!r}{of} as a number format{hint} A format is {GRAMMAR}.")
@@ -144,15 +154,13 @@ def _base(word: str, text: str) -> Format:
         return NAMED[word]
     try:
         if match := _FLOAT.fullmatch(word):
-            unsigned, e, m, bias, kind, no_subnormals = match.groups()
-            return Float(
-                int(e),
-                int(m),
-                bias=None if bias is None else int(bias),  # type: ignore[arg-type]
-                signed=not unsigned,
-                subnormal=not no_subnormals,
-                **_KINDS[kind or ""],  # type: ignore[arg-type]
-            )
+            unsigned, e, m, bias, kind, *flags = match.groups()
+            fields = dict(_KINDS[kind or ""])
+            for flag in filter(None, flags):
+                fields |= _FLAGS[flag]
+            if bias is not None:
+                fields["bias"] = int(bias)
+            return Float(int(e), int(m), signed=not unsigned, **fields)
         if match := _INT.fullmatch(word):
             return Int(int(match[2]), signed=not match[1], narrow=bool(match[3]))
         if match := _FIXED.fullmatch(word):
@@ -161,7 +169,7 @@ def _base(word: str, text: str) -> Format:
             return Codebook(tuple(float(v) for v in match[1].split(",")))
     except ValueError as error:
         raise ValueError(f"{word!r} is no number format: {error}") from None
-    raise _unreadable(word, text)
+    raise _unreadable(word, text, [*NAMED, *ALIASES, "int4", "int8", "uint4", "uint8"])
 
 
 def _block(base: Format, options: list[str], text: str) -> Format:
@@ -184,15 +192,19 @@ def _block(base: Format, options: list[str], text: str) -> Format:
             else:
                 fields[key] = int(value) if key == "axis" and re.fullmatch(r"-?\d+", value) else value
         else:
-            raise _unreadable(option, text)
+            raise _unreadable(option, text, [*_OPTIONS, f"g{key}"])
     if "size" not in fields:
         raise ValueError(f"{text!r} has block options but no block: add :g{{size}}, :channel or :tensor")
     if "scale" not in fields:
-        fields["scale"] = NAMED["bf16"] if isinstance(fields["size"], int) else _FP32
+        fields["scale"] = _default_scale(fields["size"])
     try:
         return Block(**fields)  # type: ignore[arg-type]
     except ValueError as error:
         raise ValueError(f"{text!r} is no number format: {error}") from None
+
+
+def _default_scale(size: object) -> Format:
+    return NAMED["bf16"] if isinstance(size, int) else _FP32
 
 
 def name(fmt: Format) -> str:
@@ -215,57 +227,40 @@ def _scalar_name(fmt: Scalar) -> str:
         return "u" * (not fmt.signed) + body + "n" * fmt.narrow
     stem = f"{'u' * (not fmt.signed)}e{fmt.exponent}m{fmt.mantissa}"
     bias = f"b{fmt.bias}" if fmt.bias != 2 ** (fmt.exponent - 1) - 1 else ""
-    for kind in _KINDS:
-        text = f"{stem}{bias}{kind}{'ns' * (not fmt.subnormal)}"
-        try:
-            if format(text) == fmt:
-                return text
-        except ValueError:  # a kind that these fields rule out
-            continue
-    return repr(fmt)  # a kind with no spelling, such as infinity below an all-ones NaN
+    kind = {"ieee": "", "top": "fn", "negative_zero": "fnuz", False: "f"}[fmt.nan]
+    infinity = "i" * (fmt.inf and fmt.nan != "ieee")
+    zero = "" if fmt.subnormal else "ns" if fmt.zero else "nz"
+    free = fmt.signed and fmt.zero and fmt.nan != "negative_zero"
+    rest = infinity + zero + "pz" * (free and not fmt.negative_zero)
+    if stem + bias + kind + rest in NAMED:  # such as e2m1, which is OCP's and has no infinity
+        kind = "ieee"
+    return stem + bias + kind + rest
 
 
 def _block_name(fmt: Block) -> str:
-    """Named block plus what differs, or element plus options."""
+    """The element with its size, or a named block of the element, and the options in which it differs."""
     size = f":g{fmt.size}" if isinstance(fmt.size, int) else f":{fmt.size}"
     options = {
-        "": size,
-        "asym": ":asym" * fmt.zero_point,
+        "size": size,
+        "zero_point": ":asym",
         "scale": f":scale={fmt.scale}",
         "rule": f":rule={fmt.rule}",
         "axis": f":axis={fmt.axis}",
-        "tensor_scale": f":tensor_scale={fmt.tensor_scale}" if fmt.tensor_scale else "",
+        "tensor_scale": f":tensor_scale={fmt.tensor_scale}",
         "division": f":division={fmt.division}",
     }
-    stems = [
-        known for known, value in NAMED.items() if isinstance(value, Block) and value.element == fmt.element
+    plain = {
+        **{key: Block.__dataclass_fields__[key].default for key in options},
+        "size": fmt.size,
+        "scale": _default_scale(fmt.size),
+        "rule": "absmax" if fmt.scale.mantissa else "floor",
+    }
+    stems = {f"{fmt.element}{size}": plain}
+    named = {known: b for known, b in NAMED.items() if isinstance(b, Block) and b.element == fmt.element}
+    stems |= {known: vars(b) for known, b in named.items()}
+    texts = [
+        stem + "".join(text for key, text in options.items() if has[key] != getattr(fmt, key))
+        for stem, has in stems.items()
+        if has["tensor_scale"] is None or fmt.tensor_scale  # no option takes a tensor scale away
     ]
-    best = str(fmt.element) + "".join(options.values())
-    for stem in [str(fmt.element), *stems]:
-        # every subset of options that reads back as the same format, fewest first
-        text = stem
-        pending = dict(options)
-        while _reads(text) != fmt and pending:
-            current = _reads(text)
-            key = next(
-                (k for k in pending if _differs(current, fmt, k)),
-                next(iter(pending)),
-            )
-            text += pending.pop(key)
-        if _reads(text) == fmt and len(text) < len(best):
-            best = text
-    return best
-
-
-def _reads(text: str) -> Format | None:
-    try:
-        return format(text)
-    except ValueError:
-        return None
-
-
-def _differs(current: Format | None, fmt: Block, option: str) -> bool:
-    if not isinstance(current, Block):
-        return option == ""
-    field = {"": "size", "asym": "zero_point"}.get(option, option)
-    return bool(getattr(current, field) != getattr(fmt, field))
+    return min(texts, key=len)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+import numpy as np
 
 from ._backend import Array, Backend, backend
 from ._block import Quantized
@@ -11,10 +14,17 @@ from ._format import Block, Format, Scalar
 from ._names import format as read_format
 
 
-def _contributions(bits: int) -> list[tuple[int, int, int]]:
-    """(byte, code, shift): eight codes of ``bits`` bits fill ``bits`` bytes, least significant bit first."""
-    pairs = ((byte, code, code * bits - 8 * byte) for byte in range(bits) for code in range(8))
-    return [(byte, code, shift) for byte, code, shift in pairs if -bits < shift < 8]
+def _contributions(bits: int) -> tuple[int, int, list[tuple[int, int, int]]]:
+    """The least whole number of codes that fills whole bytes, least significant bit first: (codes, bytes,
+    [(byte, code, left shift of the code into the byte)])."""
+    count = 8 // math.gcd(bits, 8)
+    size = count * bits // 8
+    pairs = ((byte, code, code * bits - 8 * byte) for byte in range(size) for code in range(count))
+    return count, size, [(byte, code, shift) for byte, code, shift in pairs if -bits < shift < 8]
+
+
+def _shifted(part: Array, left: int) -> Array:
+    return part << left if left > 0 else part >> -left if left < 0 else part
 
 
 def pack_codes(codes: Array, fmt: Scalar) -> Array:
@@ -28,21 +38,35 @@ def pack_codes(codes: Array, fmt: Scalar) -> Array:
     ``[..., n]`` unsigned codes to ``[..., ceil(n * bits / 8)]`` uint8. The first fp4 code is the low nibble.
     """
     xp, codes = backend(codes)
-    bits = fmt.bits
+    _check_codes(xp, codes, fmt)
+    count, size, contributions = _contributions(fmt.bits)
     n = codes.shape[-1]
-    if bits == 8:
-        return xp.astype(codes, xp.codes[8])
-    wide = wide_codes(xp, codes)
-    if -n % 8:
-        wide = xp.pad_last(wide, -n % 8)
-    groups = wide.reshape(*wide.shape[:-1], (n + 7) // 8, 8)
-    out = [0 * groups[..., 0]] * bits
-    for byte, code, shift in _contributions(bits):
-        part = groups[..., code]
-        # a right shift of int32 drags the sign along: only codes of 32 bits have one, and the mask removes it
-        out[byte] = out[byte] | ((part << shift if shift >= 0 else part >> -shift) & 0xFF)
-    packed = xp.astype(xp.stack_last(out), xp.codes[8])
-    return packed.reshape(*wide.shape[:-1], -1)[..., : -(-n * bits // 8)]
+    groups = _grouped(xp, codes if fmt.bits <= 8 else wide_codes(xp, codes), count)
+    out: list[Array] = [None] * size
+    for byte, code, shift in contributions:
+        part = _shifted(groups[..., code], shift)
+        out[byte] = part if out[byte] is None else out[byte] | part
+    if fmt.bits > 8:
+        # the right shift of a code of 32 bits drags its sign along, which the mask removes
+        out = [xp.astype(byte & 0xFF, xp.codes[8]) for byte in out]
+    packed = xp.stack_last(out)
+    return packed.reshape(*codes.shape[:-1], packed.shape[-2] * size)[..., : -(-n * fmt.bits // 8)]
+
+
+def _check_codes(xp: Backend, codes: Array, fmt: Scalar) -> None:
+    expected = xp.codes[code_bits(fmt)]
+    if codes.dtype != expected:
+        raise ValueError(f"codes of {fmt} are {np.dtype(f'u{code_bits(fmt) // 8}')}, got {codes.dtype}")
+    if not codes.ndim:
+        raise ValueError(f"codes of {fmt} are packed along their last axis, got a scalar")
+
+
+def _grouped(xp: Backend, x: Array, size: int) -> Array:
+    """[..., n] to [..., groups, size], filled up with zeros."""
+    n = x.shape[-1]
+    if n % size:
+        x = xp.pad_last(x, -n % size)
+    return x.reshape(*x.shape[:-1], -(-n // size), size)
 
 
 def unpack_codes(packed: Array, fmt: Scalar, n: int) -> Array:
@@ -53,22 +77,22 @@ def unpack_codes(packed: Array, fmt: Scalar, n: int) -> Array:
     xp, packed = backend(packed)
     bits = fmt.bits
     expected = -(-n * bits // 8)
-    if packed.shape[-1] != expected:
-        raise ValueError(f"{n} codes of {fmt} take {expected} bytes a row, got {packed.shape[-1]}")
-    if bits == 8:
-        return packed
-    groups_count = (n + 7) // 8
-    wide = wide_codes(xp, packed)
-    if groups_count * bits != expected:
-        wide = xp.pad_last(wide, groups_count * bits - expected)
-    groups = wide.reshape(*wide.shape[:-1], groups_count, bits)
-    out = [0 * groups[..., 0]] * 8
-    for byte, code, shift in _contributions(bits):
-        part = groups[..., byte]
-        out[code] = out[code] | (part >> shift if shift >= 0 else part << -shift)
-    mask = (1 << bits) - 1 if bits < 32 else -1
-    codes = xp.stack_last(out) & mask
-    return narrow_codes(xp, codes.reshape(*wide.shape[:-1], -1)[..., :n], fmt)
+    if packed.dtype != xp.codes[8]:
+        raise ValueError(f"packed codes are bytes (uint8), got {packed.dtype}")
+    if not packed.ndim or packed.shape[-1] != expected:
+        got = packed.shape[-1] if packed.ndim else "a scalar"
+        raise ValueError(f"{n} codes of {fmt} take {expected} bytes a row, got {got}")
+    count, size, contributions = _contributions(bits)
+    groups = _grouped(xp, packed if bits <= 8 else wide_codes(xp, packed), size)
+    out: list[Array] = [None] * count
+    for byte, code, shift in contributions:
+        part = _shifted(groups[..., byte], -shift)
+        out[code] = part if out[code] is None else out[code] | part
+    codes = xp.stack_last(out)
+    if bits not in (8, 32):
+        codes = codes & ((1 << bits) - 1)
+    codes = codes.reshape(*packed.shape[:-1], codes.shape[-2] * count)[..., :n]
+    return codes if bits <= 8 else narrow_codes(xp, codes, fmt)
 
 
 @dataclass(frozen=True)
@@ -91,14 +115,7 @@ class Packed:
         """Bytes of codes, scales and zero points together."""
         parts = (self.codes, self.scale, self.zero_point)
         shared = 0 if self.tensor_scale is None else 4
-        return sum(_size(part) for part in parts if part is not None) + shared
-
-
-def _size(part: Array) -> int:
-    size = 1
-    for d in part.shape:
-        size *= d
-    return size
+        return sum(math.prod(part.shape) for part in parts if part is not None) + shared
 
 
 def blocks_along(fmt: Block, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -114,17 +131,14 @@ def pack_quantized(q: Quantized | Array, fmt: Format | str) -> Packed:
     """Bytes of codes that `encode` made."""
     fmt = read_format(fmt)
     if not isinstance(fmt, Block):
-        xp, codes = backend(q)
+        if isinstance(q, Quantized):
+            raise ValueError(f"codes of {fmt} are an array, got a Quantized of {q.format}")
+        _, codes = backend(q)
         shape = tuple(codes.shape)
-        return Packed(
-            pack_codes(codes.reshape(*shape[:-1], -1) if shape else codes.reshape(1), fmt),
-            None,
-            None,
-            None,
-            fmt,
-            shape,
-        )
-    assert isinstance(q, Quantized)
+        return Packed(pack_codes(codes if shape else codes.reshape(1), fmt), None, None, None, fmt, shape)
+    if not isinstance(q, Quantized) or q.format != fmt:
+        got = f"one of {q.format}" if isinstance(q, Quantized) else f"a {type(q).__name__}"
+        raise ValueError(f"packing {fmt} takes the Quantized that encode returned for it, got {got}")
     points = None if q.zero_point is None else pack_codes(q.zero_point, fmt.element)
     return Packed(
         pack_codes(q.codes, fmt.element),
@@ -150,6 +164,3 @@ def unpack_quantized(p: Packed) -> Quantized | Array:
         p.tensor_scale,
         p.format,
     )
-
-
-__all__ = ["Packed", "code_bits", "pack_codes", "unpack_codes", "Backend"]

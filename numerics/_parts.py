@@ -2,6 +2,10 @@
 
 No step here is a floating-point operation whose result could be rounded, flushed or fused away, so every
 backend and compiler gives the same bits. Exponents are read from the bits.
+
+Choices are made by masks, integers that are 0 or -1, and arithmetic on them: on a CPU comparing and
+`where` take four to eight times as long as an integer operation, more where the outcome is random. What a
+function made itself it changes in place (``a += b``), which halves the time; jax reads that as ``a = a + b``.
 """
 
 from __future__ import annotations
@@ -12,48 +16,86 @@ from ._backend import Array, Backend
 
 _SOURCE = {32: (23, 127), 64: (52, 1023)}  # stored significand bits and bias of float32 and float64
 
-_BELOW_ALL = 1 << 20  # the exponent of zero: under every format's smallest
+# zero's exponent is this far under every other number's, infinity's and NaN's this far above
+FAR = 1 << 20
 
 
 class Parts(NamedTuple):
     """``(-1)**negative * significand * 2**(exponent - top)``, element by element.
 
     ``significand`` has its leading one at bit ``top`` (0 for zeros); where the number was cut, its last
-    bit is set (rounded to odd), so that one later rounding still is the right one.
-    ``wide`` is the width of the integers, 32 or 64.
+    bit is set (rounded to odd), so that one later rounding still is the right one. ``negative`` and ``nan``
+    are masks. An infinity is a number far above all others. ``wide`` is the width of the integers, 32 or 64.
     """
 
     negative: Array
     exponent: Array
     significand: Array
-    inf: Array
     nan: Array
     top: int
     wide: int
 
 
-def split(xp: Backend, x: Array) -> Parts:
-    """Take float32 or float64 apart, subnormals included."""
+def less(a: Array | int, b: Array | int, wide: int) -> Array:
+    """Mask of a < b, for integers whose difference does not overflow."""
+    difference = a - b
+    difference >>= wide - 1
+    return difference
+
+
+def select(mask: Array, a: Array | int, b: Array | int) -> Array:
+    """a where the mask is set, else b; one of these has the result's shape."""
+    if isinstance(a, int) and a == 0:
+        return b & ~mask
+    difference = a ^ b
+    difference &= mask
+    difference ^= b
+    return difference
+
+
+def infinity(wide: int) -> int:
+    """The bits of infinity; those of a NaN are above, as magnitudes."""
+    stored = _SOURCE[wide][0]
+    return ((1 << (wide - 1 - stored)) - 1) << stored
+
+
+def magnitude_bits(xp: Backend, x: Array) -> Array:
+    """The bits of |x| as integers, which are in the order of the numbers."""
     wide = xp.width(x)
+    return xp.view(x, xp.ints[wide]) & (2 ** (wide - 1) - 1)
+
+
+def ordered(bits: Array, wide: int) -> Array:
+    """Bits of floats as integers in the order of the numbers, and (its own inverse) back again."""
+    return bits ^ ((bits >> (wide - 1)) & (2 ** (wide - 1) - 1))
+
+
+def split(xp: Backend, x: Array, finite: bool = False) -> Parts:
+    """Take float32 or float64 apart, subnormals included. ``finite``: the others do not matter."""
+    wide = xp.width(x)
+    return split_bits(xp, xp.view(x, xp.ints[wide]), wide, finite)
+
+
+def split_bits(xp: Backend, bits: Array, wide: int, finite: bool = False) -> Parts:
+    """`split` of the floats with these bits."""
     stored, bias = _SOURCE[wide]
-    bits = xp.view(x, xp.ints[wide])
     magnitude = bits & (2 ** (wide - 1) - 1)
-    infinite = ((1 << (wide - 1 - stored)) - 1) << stored
     # a subnormal is an integer below 2**stored in units of the smallest one: as a float it is normal
-    is_subnormal = magnitude < (1 << stored)
-    normal = xp.where(is_subnormal, xp.view(xp.astype(magnitude, xp.floats[wide]), xp.ints[wide]), magnitude)
-    exponent = (normal >> stored) - xp.where(is_subnormal, 2 * bias + stored - 1, bias)
-    significand = (normal & ((1 << stored) - 1)) | (1 << stored)
-    zero = magnitude == 0
-    return Parts(
-        bits < 0,
-        xp.where(zero, 0 * magnitude - _BELOW_ALL, exponent),
-        xp.where(zero, 0 * significand, significand),
-        magnitude == infinite,
-        magnitude > infinite,
-        stored,
-        wide,
-    )
+    subnormal = less(magnitude, 1 << stored, wide)
+    normal = select(subnormal, xp.view(xp.astype(magnitude, xp.floats[wide]), xp.ints[wide]), magnitude)
+    zero = less(magnitude, 1, wide)
+    subnormal &= bias + stored - 1
+    exponent = normal >> stored
+    exponent -= subnormal
+    exponent -= bias
+    exponent -= zero & FAR
+    if not finite:
+        exponent += ~less(magnitude, infinity(wide), wide) & FAR
+    normal &= (1 << stored) - 1
+    normal |= 1 << stored
+    normal &= ~zero
+    nan = less(infinity(wide), magnitude, wide) if not finite else zero & 0
+    return Parts(bits >> (wide - 1), exponent, normal, nan, stored, wide)
 
 
 def shorten(xp: Backend, a: Parts) -> Parts:
@@ -61,45 +103,43 @@ def shorten(xp: Backend, a: Parts) -> Parts:
     drop = a.top - _SOURCE[a.wide][0]
     if drop <= 0:
         return a
-    sticky = (a.significand & ((1 << drop) - 1)) != 0
+    rest = (1 << drop) - 1
+    sticky = ((a.significand & rest) + rest) >> drop
     return a._replace(significand=(a.significand >> drop) | sticky, top=a.top - drop)
 
 
 def divide(xp: Backend, a: Parts, b: Parts) -> Parts:
-    """a / b rounded to odd, as if by exact division; 0 where b is 0. Broadcasts."""
+    """a / b rounded to odd, as if by exact division. b is not zero and broadcasts to a."""
     a, b = shorten(xp, a), shorten(xp, b)
-    p, ints, floats = a.top, xp.ints[a.wide], xp.floats[a.wide]
-    dead = (a.significand == 0) | (b.significand == 0)
-    divisor = xp.where(b.significand == 0, 0 * b.significand + (1 << p), b.significand)
-    ratio = xp.astype(a.significand, floats) / xp.astype(divisor, floats)
-    quotient = xp.astype(ratio * float(1 << (p + 1)), ints)
+    p, wide, ints, floats = a.top, a.wide, xp.ints[a.wide], xp.floats[a.wide]
+    divisor = b.significand
+    step = xp.astype(divisor, floats) * 2.0 ** -(p + 1)
+    short = less(a.significand, divisor, wide)
+    numerator = a.significand << -short
+    ratio = xp.astype(numerator, floats)
+    ratio /= step
+    quotient = xp.astype(ratio, ints)
     # exact although both terms wrap around: the remainder itself is small
-    remainder = (a.significand << (p + 1)) - quotient * divisor
-    for _ in range(2):  # the floating-point quotient may be off by an ulp or two either way
-        low, high = remainder < 0, remainder >= divisor
-        step = xp.astype(high, ints) - xp.astype(low, ints)
-        quotient, remainder = quotient + step, remainder - step * divisor
-    wide = quotient >= (1 << (p + 1))
-    # one more bit: a format as precise as the source needs to know on which side of a half the rest lies
-    more = 2 * remainder >= divisor
-    quotient = (quotient << 1) | more
-    remainder = 2 * remainder - xp.where(more, divisor, 0 * divisor)
-    significand = xp.where(wide, quotient, quotient << 1) | (remainder != 0)
-    return Parts(
-        a.negative ^ b.negative,
-        a.exponent - b.exponent - xp.where(wide, 0 * quotient, 0 * quotient + 1),
-        xp.where(dead, 0 * significand, significand),
-        a.inf,
-        a.nan | b.nan,
-        p + 2,
-        a.wide,
-    )
+    remainder = numerator << (p + 1)
+    remainder -= quotient * divisor
+    for _ in range(xp.division_error):
+        off = remainder >> (wide - 1)  # -1 where the quotient is too large
+        off += 1
+        off += less(remainder, divisor, wide)
+        quotient += off
+        off *= divisor
+        remainder -= off
+    exponent = a.exponent - b.exponent
+    exponent += short
+    quotient <<= 1
+    quotient -= less(0, remainder, wide)
+    return Parts(a.negative ^ b.negative, exponent, quotient, a.nan | b.nan, p + 2, wide)
 
 
 def multiply(xp: Backend, a: Parts, b: Parts) -> Parts:
     """a * b rounded to odd. Broadcasts."""
     a, b = shorten(xp, a), shorten(xp, b)
-    p = a.top
+    p, wide = a.top, a.wide
     h = (p + 2) // 2
     mask = (1 << h) - 1
     a_high, a_low, b_high, b_low = (
@@ -111,16 +151,38 @@ def multiply(xp: Backend, a: Parts, b: Parts) -> Parts:
     low = a_low * b_low
     middle = a_high * b_low + a_low * b_high + (low >> h)
     drop = p - 1  # product / 2**drop has its leading one at bit p + 1 or p + 2
-    sticky = ((low & mask) | (middle & ((1 << (drop - h)) - 1))) != 0
+    rest = (low & mask) | (middle & ((1 << (drop - h)) - 1))
     product = ((a_high * b_high) << (2 * h - drop)) + (middle >> (drop - h))
-    wide = product >= (1 << (p + 2))
-    significand = xp.where(wide, product, product << 1) | sticky
+    short = less(product, 1 << (p + 2), wide)
+    exponent = a.exponent + b.exponent + 1 + short
+    infinity_times_zero = ~less(0, product, wide) & less(-FAR // 2, exponent, wide)
     return Parts(
         a.negative ^ b.negative,
-        a.exponent + b.exponent + xp.where(wide, 0 * product + 1, 0 * product),
-        significand,
-        a.inf | b.inf,
-        a.nan | b.nan,
+        exponent,
+        (product << -short) | (less(0, rest, wide) & 1),
+        a.nan | b.nan | infinity_times_zero,
         p + 2,
-        a.wide,
+        wide,
+    )
+
+
+def add_magnitudes(xp: Backend, a: Parts, b: Parts) -> Parts:
+    """|a| + |b| rounded to odd."""
+    a, b = shorten(xp, a), shorten(xp, b)
+    p, wide = a.top, a.wide
+    swap = less(a.exponent, b.exponent, wide)
+    exponent = select(swap, b.exponent, a.exponent)
+    large = select(swap, b.significand, a.significand) << 2
+    small = select(swap, a.significand, b.significand) << 2
+    shift = xp.clip(exponent - select(swap, a.exponent, b.exponent), 0, p + 3)
+    rest = small & ((1 << shift) - 1)
+    total = large + (small >> shift)
+    short = less(total, 1 << (p + 3), wide)
+    return Parts(
+        0 * exponent,
+        exponent + 1 + short,
+        (total << -short) | (less(0, rest, wide) & 1),
+        a.nan | b.nan,
+        p + 3,
+        wide,
     )

@@ -61,7 +61,9 @@ def compress(
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="Name of a shipped recipe, or a YAML file.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to write; must not exist.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Print what would be done to each tensor, and stop.")] = False,
-    layout: Annotated[str | None, typer.Option(help="compressed-tensors or halfulp (default: the first that fits).")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="compressed-tensors or halfulp (default: the first that fits).")
+    ] = None,
     shard_gb: Annotated[float, typer.Option(help="Largest size of an output file, in GB.")] = 5.0,
     runs: _Runs = RUNS,
 ) -> None:
@@ -97,7 +99,8 @@ def compress(
     bits = f", {size.bits_per_weight:.3f} bits per compressed weight" if size.bits_per_weight else ""
     rate = record.baseline_size.weight_bytes / seconds / 1e6
     print(f"{out}: {size.bytes_on_disk / 1e6:.1f} MB{bits}, layout {manifest['layout']}")
-    print(f"{seconds:.1f} s, {rate:.0f} MB/s of source, peak memory {(record.peak_rss_bytes or 0) / 1e6:.0f} MB; record {path}")
+    memory = "" if record.peak_rss_bytes is None else f", peak memory {record.peak_rss_bytes / 1e6:.0f} MB"
+    print(f"{seconds:.1f} s, {rate:.0f} MB/s of source{memory}; record {path}")
     for note in manifest["notes"]:
         print(f"note: {note}")
 

@@ -129,7 +129,7 @@ def read_recipe(source: str | Path) -> tuple[Recipe, dict[str, str]]:
         raise FileNotFoundError(f"no recipe {name!r}{hint} It is neither a file nor one of {', '.join(shipped())}")
     try:
         text = path.read_text(encoding="utf-8")
-        data = yaml.load(text, Loader=_Loader)  # noqa: S506  # a SafeLoader
+        data = yaml.load(text, Loader=_Loader)  # a SafeLoader
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     try:
@@ -141,7 +141,8 @@ def read_recipe(source: str | Path) -> tuple[Recipe, dict[str, str]]:
 
 def _sentence(error: ValidationError) -> str:
     """The first complaint in one sentence: where, what is wrong, what would do."""
-    first = error.errors()[0]
+    # an unknown key first: the rest is often what came of it
+    first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     place = ".".join(str(part) for part in first["loc"]) or "the recipe"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     if first["type"] == "extra_forbidden":

@@ -50,7 +50,7 @@ def summary(name: str) -> list[str]:
     if isinstance(fmt, Block):
         per = f"{fmt.bits_per_element:g} bits per element"
         lines.append(f"{'block':14}{_specials(fmt)}; {per}")
-        return lines + ["", *summary(str(fmt.element))]
+        return [*lines, "", *summary(str(fmt.element))]
     lines.append(f"{'bits':14}{fmt.bits}")
     lines.append(f"{'largest':14}{_number(fmt.max)}")
     lines.append(f"{'smallest > 0':14}{_number(_smallest(fmt))}")

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .compress import chain, compress, load, open_checkpoint, plan_of, prune, quantize
     from .eval import text
-    from .numerics import Block, Codebook, Fixed, Float, Format, Int
-    from .numerics import cast, decode, encode, format, pack, unpack
+    from .numerics import Block, Codebook, Fixed, Float, Format, Int, cast, decode, encode, format, pack, unpack
 
 _WHERE = {
     "numerics": "Block Codebook Fixed Float Format Int cast decode encode format pack unpack",

@@ -147,9 +147,9 @@ from transformers import AutoModelForCausalLM
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
 ids = torch.arange(3, 27).reshape(2, 12)
-for path, result in zip(sys.argv[1::2], sys.argv[2::2]):
+for path, dtype, result in zip(sys.argv[1::3], sys.argv[2::3], sys.argv[3::3]):
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
         with torch.no_grad():
             logits = model(ids).logits
         torch.save({"logits": logits, "dtype": model.dtype, "info": {k: sorted(map(str, v)) for k, v in
@@ -169,10 +169,14 @@ def run_python(code, *args, check=True, **env):
     return done
 
 
-def in_transformers(paths, tmp_path):
-    """What transformers makes of each directory, in a process that cannot import halfulp."""
+def in_transformers(paths, tmp_path, dtypes=None):
+    """What transformers makes of each directory, in a process that cannot import halfulp.
+
+    dtypes: "auto" takes the one of config.json.
+    """
+    dtypes = dtypes or ["auto" for _ in paths]
     results = [Path(tmp_path) / f"foreign-{i}.pt" for i, _ in enumerate(paths)]
-    run_python(FOREIGN, *(x for pair in zip(paths, results) for x in pair))
+    run_python(FOREIGN, *(x for triple in zip(paths, dtypes, results) for x in triple))
     return [torch.load(result) for result in results]
 
 

@@ -67,15 +67,34 @@ def test_patterns_are_read(text):
     assert sparsity(text) in (NM(2, 4), NM(4, 8), Unstructured(0.5), Unstructured(0.001))
 
 
-@pytest.mark.parametrize("text", ["4:2", "0:4", "4:4", "2/4", "", "0", "1", "1.5", "-0.5", "nan", "1.2.3", "2:4:8", 2])
+@pytest.mark.parametrize(
+    "text", ["4:2", "0:4", "4:4", "2/4", "", "0", "1", "1.5", "-0.5", "nan", "1.2.3", "2:4:8", 2]
+)
 def test_other_patterns_are_refused(text):
-    with pytest.raises(ValueError, match="give N:M with 0 < N < M, such as 2:4, or a fraction between 0 and 1"):
+    with pytest.raises(
+        ValueError, match="give N:M with 0 < N < M, such as 2:4, or a fraction between 0 and 1"
+    ):
         prune(text)
 
 
 FORMATS = [
-    *("int8:channel int4:g32 int4:g32:asym int8:channel:asym int2:g16:asym int3:g32 e4m3fn:channel e4m3fn:tensor".split()),
-    *("mxfp8 mxfp6 mxfp4 mxfp4:rule=even mxfp8:rule=rceil mxint8 nvfp4 e3m3:g32 int4:g20".split()),
+    "int8:channel",
+    "int4:g32",
+    "int4:g32:asym",
+    "int8:channel:asym",
+    "int2:g16:asym",
+    "int3:g32",
+    "e4m3fn:channel",
+    "e4m3fn:tensor",
+    "mxfp8",
+    "mxfp6",
+    "mxfp4",
+    "mxfp4:rule=even",
+    "mxfp8:rule=rceil",
+    "mxint8",
+    "nvfp4",
+    "e3m3:g32",
+    "int4:g20",
 ]
 
 
@@ -96,7 +115,7 @@ def test_every_zero_of_the_mask_is_a_zero_of_the_quantized_tensor(fmt, pattern, 
     assert torch.equal(values, decode(quantize(fmt).apply(Weight(weight * keep), row).codes))
 
 
-@pytest.mark.parametrize("fmt", ["codebook(-1,1):g32", "e4m3b8:g32", "e8m0", "ue3m0"])
+@pytest.mark.parametrize("fmt", ["codebook(-1,1):g32", "e4m3b8:g32", "e8m0", "ue3m0fn"])
 def test_formats_without_a_zero_cannot_hold_a_mask(fmt):
     without = {"codebook(-1,1):g32", "e8m0"}
     steps = chain(prune("2:4"), quantize(fmt))
@@ -105,6 +124,13 @@ def test_formats_without_a_zero_cannot_hold_a_mask(fmt):
         return
     with pytest.raises(ValueError, match=r"a\.weight is pruned, and .* has no zero to hold the mask"):
         plan_of({"a.weight": (4, 64)}, steps)
+
+
+def test_a_mask_holds_where_a_step_for_other_tensors_comes_first():
+    steps = chain(quantize("int8:channel", targets="a"), prune("2:4", targets="b"), quantize("int4:g32"))
+    row = plan_of({"a.weight": (4, 64), "b.weight": (4, 64)}, steps).rows[1]
+    weight = torch.randn(4, 64)
+    assert not decode(steps.apply(Weight(weight), row).codes)[~mask(weight, row.prune)].any()
 
 
 def test_magnitudes_not_codes_decide():

@@ -7,7 +7,17 @@ from halfulp.compress import Chain, Weight, chain, plan_of, prune, quantize
 from halfulp.numerics import cast, decode
 
 SHAPE = {"a.q_proj.weight": (64, 96), "a.norm.weight": (64,)}
-FORMATS = "int8:channel int4:g32:asym nf4:g64 e3m3:g16 mxfp4 nvfp4 e4m3fn e4m3fn:tensor bf16".split()
+FORMATS = [
+    "int8:channel",
+    "int4:g32:asym",
+    "nf4:g64",
+    "e3m3:g16",
+    "mxfp4",
+    "nvfp4",
+    "e4m3fn",
+    "e4m3fn:tensor",
+    "bf16",
+]
 
 
 def tensor():

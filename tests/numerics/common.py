@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 
@@ -9,17 +10,19 @@ from halfulp import numerics as hn
 
 SMALL = [
     *(n for n, f in hn.NAMED.items() if not isinstance(f, hn.Block) and f.bits <= 8),
-    *("e4m3f e3m0fn e1m2f e2m1 e2m2fn e3m3 e5m2ns e4m3fnns ue4m3fn ue5m3 e8m0".split()),
-    *("e3m4b2fnuz e4m3b-3fn ue3m0fn e6m1 e7m0fn".split()),
+    *["e4m3f", "e3m0fn", "e1m2f", "e2m1", "e2m2fn", "e3m3", "e5m2ns", "e4m3fnns", "ue4m3fn", "ue5m3", "e8m0"],
+    *["e3m4b2fnuz", "e4m3b-3fn", "ue3m0fn", "e6m1", "e7m0fn"],
     *(f"int{b}" for b in range(2, 9)),
     *(f"uint{b}" for b in range(1, 9)),
-    *("int4n int8n fixed8.6 fixed6.-3 ufixed5.7 codebook(-1.5,-0.25,0,0.1,3)".split()),
+    *["int4n", "int8n", "fixed8.6", "fixed6.-3", "ufixed5.7", "codebook(-1.5,-0.25,0,0.1,3)"],
     hn.Float(4, 3, inf=True, nan="top"),
     hn.Float(4, 3, inf=True, nan="negative_zero"),
     hn.Float(3, 2, negative_zero=False, inf=False, nan=False),
 ]
 SMALL_FORMATS = list(dict.fromkeys(hn.format(f) for f in SMALL))
-WIDE_FORMATS = [hn.format(n) for n in "fp16 bf16 tf32 fp32 e6m9 e5m14fn e11m20 int12 fixed16.9".split()]
+WIDE_FORMATS = [
+    hn.format(n) for n in ["fp16", "bf16", "tf32", "fp32", "e6m9", "e5m14fn", "e11m20", "int12", "fixed16.9"]
+]
 
 
 def to_numpy(x):
@@ -71,7 +74,7 @@ def critical(fmt, real):
     else:
         values += [2 * values[-1] + 1, values[-1] + Fraction(1, 2)]
     points = {float(v) for v in values}
-    points |= {float((a + b) / 2) for a, b in zip(values, values[1:])}
+    points |= {float((a + b) / 2) for a, b in pairwise(values)}
     info = np.finfo(real)
     points |= {0.0, -0.0, np.inf, np.nan, float(info.max), float(info.tiny), float(info.smallest_subnormal)}
     points |= {float(info.tiny) * 1.5, 1e-30, 1e30, 3.0, 2.0**-127, 2.0**-126, 2.0**127}

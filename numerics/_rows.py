@@ -1,0 +1,145 @@
+"""Tensors as rows of blocks, a cacheful at a time: bounded memory, and quick on a CPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import reduce
+
+import numpy as np
+
+from ._backend import Array, Backend, Numpy
+from ._block import (
+    Quantized,
+    decode_block,
+    encode_elements,
+    extent,
+    share,
+    tensor_scale,
+    zero_point_codes,
+)
+from ._format import Block
+
+# elements worked on at a time: fewer cost more calls, more fall out of the cache
+CHUNK = 1 << 17
+
+
+def concatenate(xp: Backend, pieces: list[Array], axis: int = 0) -> Array:
+    """Pieces end to end, of numpy or torch; a single one is returned as it is."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return np.concatenate(pieces, axis) if xp is Numpy else xp.torch.cat(pieces, axis)
+
+
+def by_pieces(xp: Backend, x: Array, work: Callable[[Array], Array]) -> Array:
+    """An elementwise function of any array."""
+    shape, flat = tuple(x.shape), x.reshape(-1)
+    if xp.traces or flat.shape[0] <= CHUNK:
+        return work(flat).reshape(shape)
+    pieces = [work(flat[i : i + CHUNK]) for i in range(0, flat.shape[0], CHUNK)]
+    return concatenate(xp, pieces).reshape(shape)
+
+
+def to_rows(xp: Backend, x: Array, fmt: Block) -> Array:
+    """[rows, n] with the blocks along n; the whole tensor is one row for size "tensor"."""
+    if fmt.size == "tensor":
+        return x.reshape(1, -1)
+    x = xp.moveaxis(x, fmt.axis, -1)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def from_rows(xp: Backend, rows: Array, shape: tuple[int, ...], fmt: Block) -> Array:
+    """The inverse of `to_rows`, for a tensor of that shape or for what it has one of a block."""
+    if fmt.size == "tensor":
+        return rows.reshape(shape if rows.shape[-1] == math.prod(shape) else (1,) * len(shape))
+    axis = fmt.axis % len(shape)
+    lead = shape[:axis] + shape[axis + 1 :]
+    return xp.moveaxis(rows.reshape(*lead, rows.shape[-1]), -1, axis)
+
+
+def _slices(xp: Backend, rows: Array, fmt: Block) -> list[tuple[slice, slice]]:
+    """Pieces of [rows, n]: whole rows, or parts of the one row of size "tensor"."""
+    count, n = rows.shape
+    if xp.traces or count * n <= CHUNK:
+        return [(slice(None), slice(None))]
+    if fmt.size == "tensor":
+        return [(slice(None), slice(i, i + CHUNK)) for i in range(0, n, CHUNK)]
+    step = max(1, CHUNK // n)
+    return [(slice(i, i + step), slice(None)) for i in range(0, count, step)]
+
+
+def _to_blocks(xp: Backend, x: Array, fmt: Block) -> Array:
+    """[rows, n] to [rows, blocks, size]; a ragged end, or an empty tensor, is filled up with zeros."""
+    n = x.shape[-1]
+    size = fmt.size if isinstance(fmt.size, int) else max(n, 1)
+    blocks = max(-(-n // size), int(fmt.size == "tensor"))
+    if blocks * size != n:
+        x = xp.pad_last(x, blocks * size - n)
+    return x.reshape(x.shape[0], blocks, size)
+
+
+def _from_blocks(blocks: Array, n: int) -> Array:
+    rows, count, size = blocks.shape
+    return blocks.reshape(rows, count * size)[:, :n]
+
+
+def encode_rows(
+    xp: Backend, x: Array, fmt: Block, rounding: str, finish: Callable[..., Array] | None = None
+) -> Quantized:
+    """The tensor in the block format. Where there is ``finish``, what it makes of the codes, scales, zero
+    points and tensor scale of a piece takes the codes' place."""
+    rows = to_rows(xp, x, fmt)
+    slices = _slices(xp, rows, fmt)
+    extents = [extent(xp, _to_blocks(xp, xp.source(rows[where]), fmt), fmt) for where in slices]
+    if fmt.size == "tensor":
+        bounds = reduce(lambda a, b: tuple(map(xp.maximum, a, b)), extents)
+    else:
+        bounds = tuple(concatenate(xp, list(pieces)) for pieces in zip(*extents))
+    tensor = tensor_scale(xp, bounds, fmt)
+    shared = share(xp, bounds, fmt, tensor)
+    points = zero_point_codes(xp, shared, fmt)
+
+    def piece(where: tuple[slice, slice]) -> Array:
+        blocks = _to_blocks(xp, xp.source(rows[where]), fmt)
+        part = _shared_slice(where, fmt)
+        codes = encode_elements(xp, blocks, shared.at(part), fmt, rounding, tensor)
+        if finish is not None:
+            codes = finish(codes, shared.code[part], None if points is None else points[part], tensor)
+        return _from_blocks(codes, rows[where].shape[-1])
+
+    elements = concatenate(xp, [piece(where) for where in slices], _along(fmt))
+    shape = tuple(x.shape)
+    return Quantized(
+        from_rows(xp, elements, shape, fmt),
+        from_rows(xp, shared.code, shape, fmt),
+        None if points is None else from_rows(xp, points, shape, fmt),
+        tensor,
+        fmt,
+    )
+
+
+def _along(fmt: Block) -> int:
+    """The axis of [rows, n] that `_slices` cuts."""
+    return 1 if fmt.size == "tensor" else 0
+
+
+def _shared_slice(where: tuple[slice, slice], fmt: Block) -> slice:
+    """What a piece needs of [rows, blocks]: its own rows' part, or the one scale of size "tensor"."""
+    return slice(None) if fmt.size == "tensor" else where[0]
+
+
+def decode_rows(xp: Backend, q: Quantized, wide: int) -> Array:
+    """The numbers of what `encode_rows` returned."""
+    fmt = q.format
+    codes, scale = to_rows(xp, q.codes, fmt), to_rows(xp, q.scale, fmt)
+    points = None if q.zero_point is None else to_rows(xp, q.zero_point, fmt)
+
+    def piece(where: tuple[slice, slice]) -> Array:
+        part = _shared_slice(where, fmt)
+        own = None if points is None else points[part]
+        blocks = _to_blocks(xp, codes[where], fmt)
+        values = decode_block(xp, blocks, scale[part], own, fmt, q.tensor_scale, wide)
+        return _from_blocks(values, codes[where].shape[-1])
+
+    pieces = [piece(where) for where in _slices(xp, codes, fmt)]
+    return from_rows(xp, concatenate(xp, pieces, _along(fmt)), tuple(q.codes.shape), fmt)
