@@ -1,8 +1,8 @@
 """How fast numbers are rounded, against copying them: ``python benchmarks/numerics.py``.
 
-One thread, normal random float32. GB/s counts the source's bytes once; "of memcpy" is that rate over the rate at
-which `numpy.copyto` copies the float32 numbers into memory that is already there, measured beside it, so that a
-busy machine slows both.
+One thread, normal random float32. GB/s counts the source's bytes once; "of memcpy" is that rate over the rate
+at which `numpy.copyto` copies the float32 numbers into memory that is already there, measured beside it, so
+that a busy machine slows both.
 """
 
 import argparse

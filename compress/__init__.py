@@ -1,5 +1,9 @@
 """What may be done to a model: transforms, checkpoints in and out."""
 
+import sys
+from types import ModuleType
+from typing import Any
+
 from ._checkpoint import Checkpoint, open_checkpoint
 from ._compress import MANIFEST, Progress, compress, plan_of
 from ._load import load, manifest_of
@@ -26,3 +30,13 @@ __all__ = [
     "prune",
     "quantize",
 ]
+
+
+class _Callable(ModuleType):
+    """``halfulp.compress`` is this package and, called, the function `compress`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return compress(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable

@@ -201,6 +201,8 @@ def _read_index(path: Path) -> dict[str, tuple[Path, Entry]]:
 def _weights_in(folder: Path) -> Path:
     """The file that tells where the weights of a directory are."""
     single, index = folder / _SINGLE, folder / INDEX
+    if (folder / JOURNAL).exists():
+        raise ValueError(f"{folder} is the unfinished output of a compress run: run the same command again to finish it")
     if index.exists() and single.exists():
         listed = _read_object(index).get("weight_map")
         if not isinstance(listed, Mapping) or set(listed.values()) != {_SINGLE}:

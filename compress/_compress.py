@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -20,7 +21,17 @@ import torch
 
 from ..numerics import Format, Quantized, decode
 from ._checkpoint import Checkpoint, open_checkpoint
-from ._layouts import choose, described, quantization_config, rowwise, runtime_dtype, store, stored, stored_bits
+from ._layouts import (
+    caution,
+    choose,
+    described,
+    quantization_config,
+    rowwise,
+    runtime_dtype,
+    store,
+    stored,
+    stored_bits,
+)
 from ._plan import Plan, Row, start
 from ._safetensors import CODES, JOURNAL, StreamWriter, TensorSpec, require_space
 from ._transforms import Transform, Weight
@@ -95,21 +106,26 @@ def compress(
     Raises FileExistsError for an output that exists, ValueError for what cannot be done (see the transforms),
     a tensor with NaN or infinity, or another run's OUT.partial; OSError for a full disk.
     """
+    if not hasattr(transform, "plan") or not hasattr(transform, "apply"):
+        raise ValueError(f"{transform!r} is no transform: give one such as quantize('int4:g64'), or a chain of them")
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     out = Path(out)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise FileExistsError(f"{out} exists: pass another -o, or remove it first")
     if quantized := checkpoint.config.get("quantization_config"):
         method = dict(quantized).get("quant_method", dict(quantized).get("format", "an unknown method"))
-        raise ValueError(
-            f"{checkpoint.source} is quantized already ({method}): start from the uncompressed checkpoint"
-        )
+        raise ValueError(f"{checkpoint.source} is quantized already ({method}): start from the uncompressed checkpoint")
     plan = plan_of(checkpoint, transform)
     if not any(row.touched for row in plan.rows) and plan.kv is None:
         raise ValueError("the recipe touches no tensor of this model: see the plan, and its ignore patterns")
     chosen, why = choose(plan, layout)
     if why:
         plan = replace(plan, notes=(*plan.notes, f"written in the halfulp layout: {why}"))
+    if plan.kv is not None:
+        note = f"KV cache in {plan.kv}: emulated by halfulp.load, and not known to other readers of the output"
+        plan = replace(plan, notes=(*plan.notes, note))
+    if warning := caution(plan, chosen):
+        plan = replace(plan, notes=(*plan.notes, warning))
     dtype = runtime_dtype(plan, chosen)
     given = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype"))
     if dtype not in (None, given):
@@ -158,8 +174,12 @@ class _writer:  # a context, named like a function
     def __enter__(self) -> StreamWriter:
         return self.writer
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.writer.close()
+        if isinstance(error, OSError) and error.strerror == os.strerror(errno.ENOSPC):  # of the small files
+            place = self.writer.directory
+            message = f"the disk of {place} is full: free some space, then run the same command again to go on"
+            raise OSError(errno.ENOSPC, message) from error
 
 
 def _complete(partial: Path, run: str, checkpoint: Checkpoint) -> bool:
@@ -340,7 +360,7 @@ def _manifest(
     return {
         "halfulp": version("halfulp"),
         "run": run,
-        "source": {"name": str(checkpoint.source), "sha256": content},
+        "source": {"name": _name(checkpoint), "sha256": content},
         "recipe": dict(recipe or {}),
         "layout": layout or "plain",
         "how_to_decode": HOW_TO_DECODE,
@@ -349,6 +369,12 @@ def _manifest(
         "notes": list(plan.notes),
         "tensors": tensors,
     }
+
+
+def _name(checkpoint: Checkpoint) -> str:
+    """The source as given, but of a path only the last part: where it lay is no property of the output."""
+    path = Path(checkpoint.source)
+    return path.resolve().name if path.exists() else checkpoint.source
 
 
 def _shapes(checkpoint: Checkpoint) -> list[Any]:

@@ -317,6 +317,16 @@ def runtime_dtype(plan: Plan, layout: str | None) -> str | None:
     return "bfloat16" if any(kind is not None and kind.format in _TO_BFLOAT16 for kind in kinds) else None
 
 
+def caution(plan: Plan, layout: str | None) -> str | None:
+    """What a person has to know before transformers (5.24) reads the output, where it would not say so itself."""
+    if layout != THEIRS:
+        return None
+    experts = [row for row in plan.rows if row.weights is not None and ".experts." in row.name]
+    if any(isinstance(row.weights, Block) and row.weights.tensor_scale for row in experts):
+        return "transformers 5.24 reads experts without their tensor scales and computes nonsense: use halfulp.load"
+    return None
+
+
 def stored_bits(row: Row, layout: str | None) -> float:
     """Bits on disk for each weight of a row, scales and shapes included."""
     return 8 * sum(spec.nbytes for spec in stored(row, layout)) / max(prod(row.spec.shape), 1)

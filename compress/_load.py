@@ -84,17 +84,15 @@ def load(source: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32)
     state = dict(tensors(checkpoint, dtype))
     # the class itself: the Auto class takes no state_dict without a path
     kind: Any = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    model: Any
     with _quiet(transformers.utils.logging):
-        model: Any
-    model, info = kind.from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
-        )
+        model, info = kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
     if lost := sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]})):
         # transformers fills them with random numbers
         names = some_names(lost)
         raise ValueError(f"{checkpoint.source} lacks tensors that the model needs: {names}; download it again")
     model.eval()
-    words = [f"{'decoded to ' if manifest else ''}{str(dtype).removeprefix('torch.')}, eager torch"]
+    words = [f"{'dequantized to ' if manifest else ''}{str(dtype).removeprefix('torch.')}, eager torch"]
     if manifest is not None:
         rounded = {name: e["activations"] for name, e in manifest["tensors"].items() if "activations" in e}
         if rounded:

@@ -104,6 +104,8 @@ class Quantize:
         if not divides(fmt, row):
             fmt, note = _fit(fmt, row, self.ragged)
         if isinstance(fmt, Block):
+            if fmt.axis not in (-1, row.axis):
+                raise ValueError(f"{row.name}: a weight's blocks lie along its input axis; leave axis={fmt.axis} out")
             fmt = replace(fmt, axis=row.axis)
         activations = self.activations if row.kind != "experts" else None
         return replace(row, weights=fmt, activations=activations, reason="", note=note)

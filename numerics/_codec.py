@@ -161,17 +161,17 @@ def wide_codes(xp: Backend, code: Array) -> Array:
 
 
 @lru_cache(maxsize=64)
-def decode_table(fmt: Scalar) -> np.ndarray:
-    """The float64 value of every code of a format of at most 16 bits, from the oracle."""
-    return np.array([float(_oracle.decode(fmt, code)) for code in range(2**fmt.bits)])
+def decode_table(fmt: Scalar, wide: int) -> np.ndarray:
+    """The value of every code of a format of at most 16 bits as float32 or float64, from the oracle."""
+    values = np.array([float(_oracle.decode(fmt, code)) for code in range(2**fmt.bits)])
+    with np.errstate(over="ignore"):
+        return values.astype({32: np.float32, 64: np.float64}[wide])
 
 
 def decode_scalar(xp: Backend, code: Array, fmt: Scalar, wide: int) -> Array:
     """Codes to float32 or float64 (``wide``); exact, or rounded once where float32 is too narrow."""
     if fmt.bits <= 16:
-        with np.errstate(over="ignore"):
-            table = decode_table(fmt).astype({32: np.float32, 64: np.float64}[wide])
-        return xp.take(xp.constant(table, xp.floats[wide], code), code)
+        return xp.take(xp.constant(decode_table(fmt, wide), xp.floats[wide], code), code)
     return _decode_wide_float(xp, wide_codes(xp, code), fmt, wide)  # type: ignore[arg-type]  # only Float is wider
 
 

@@ -53,7 +53,9 @@ def __getattr__(name: str) -> Any:
     """Names are fetched when first used, so that importing halfulp imports neither torch nor jax."""
     if name not in _HOMES:
         raise AttributeError(f"module 'halfulp' has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    home = import_module(f".{_HOMES[name]}", __name__)
+    # the package halfulp.compress is itself the function, so that the name means one thing
+    value = home if name == _HOMES[name] else getattr(home, name)
     globals()[name] = value
     return value
 

@@ -40,9 +40,7 @@ def single(folder: Path, name: str = "model.safetensors") -> Path:
 
 
 def sharded(folder: Path) -> Path:
-    specs = [
-        TensorSpec(n, {4: "F32", 2: "BF16"}[t.element_size()], tuple(t.shape)) for n, t in TENSORS.items()
-    ]
+    specs = [TensorSpec(n, {4: "F32", 2: "BF16"}[t.element_size()], tuple(t.shape)) for n, t in TENSORS.items()]
     writer = StreamWriter(folder, specs, 100, "f")
     for name, tensor in TENSORS.items():
         writer.write(name, {name: tensor}, {})
@@ -204,9 +202,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name", ["nothing", "./org/name", "/no/such/dir", "a/b/c", "org/name.gguf", "", "-x/y"]
-)
+@pytest.mark.parametrize("name", ["nothing", "./org/name", "/no/such/dir", "a/b/c", "org/name.gguf", "", "-x/y"])
 def test_names_that_are_no_hub_ids(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     single(tmp_path)  # which "" must not find

