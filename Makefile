@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # one quiet, reproducible setting for every run of ours
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_DISABLE_TELEMETRY := 1
+# threads that wait should sleep: spinning ones stall everything on a busy machine
+export OMP_WAIT_POLICY := passive
 
 .PHONY: demo test test-slow lint schema bench clean
 

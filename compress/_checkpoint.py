@@ -71,9 +71,7 @@ class Checkpoint:
         digest = hashlib.sha256(self._config_bytes())
         for path in self.weight_files:
             with path.open("rb") as file:
-                digest.update(
-                    json.dumps([path.name, hashlib.file_digest(file, "sha256").hexdigest()]).encode()
-                )
+                digest.update(json.dumps([path.name, hashlib.file_digest(file, "sha256").hexdigest()]).encode())
         return digest.hexdigest()
 
     def _config_bytes(self) -> bytes:
@@ -117,9 +115,7 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     return _open(str(source), path if path.name != _SINGLE else path.parent, entries, ())
 
 
-def _open(
-    source: str, path: Path, entries: dict[str, tuple[Path, Entry]], index: tuple[Path, ...]
-) -> Checkpoint:
+def _open(source: str, path: Path, entries: dict[str, tuple[Path, Entry]], index: tuple[Path, ...]) -> Checkpoint:
     folder = _folder(path)
     if (folder / JOURNAL).exists():
         raise ValueError(f"{folder} is the unfinished output of a run: finish that run, or delete it")
@@ -153,9 +149,7 @@ def _side_files(folder: Path) -> tuple[Path, ...]:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{folder} has no config.json, which describes the model: add the model's own"
-        )
+        raise FileNotFoundError(f"{folder} has no config.json, which describes the model: add the model's own")
     return _read_object(path)
 
 
@@ -176,9 +170,7 @@ def _read_index(path: Path) -> dict[str, tuple[Path, Entry]]:
         raise ValueError(f"{path} has no weight_map from tensors to files: download it again")
     shards = sorted(set(weight_map.values()))
     if outside := [name for name in shards if Path(name).name != name]:
-        raise ValueError(
-            f"{path} names files outside its directory: {some_names(outside)}; put the shards beside it"
-        )
+        raise ValueError(f"{path} names files outside its directory: {some_names(outside)}; put the shards beside it")
     if absent := [name for name in shards if not (path.parent / name).is_file()]:
         raise ValueError(f"{path} names shards that are not there: {some_names(absent)}; download them")
     found: dict[str, tuple[Path, Entry]] = {}
@@ -192,9 +184,7 @@ def _read_index(path: Path) -> dict[str, tuple[Path, Entry]]:
             )
         found |= {name: (file, entry) for name, entry in entries.items()}
     if lost := [f"{name} ({shard})" for name, shard in weight_map.items() if name not in found]:
-        raise ValueError(
-            f"{path} names tensors that are not in their shards: {some_names(lost)}; download both again"
-        )
+        raise ValueError(f"{path} names tensors that are not in their shards: {some_names(lost)}; download both again")
     return found
 
 
@@ -202,13 +192,13 @@ def _weights_in(folder: Path) -> Path:
     """The file that tells where the weights of a directory are."""
     single, index = folder / _SINGLE, folder / INDEX
     if (folder / JOURNAL).exists():
-        raise ValueError(f"{folder} is the unfinished output of a compress run: run the same command again to finish it")
+        raise ValueError(
+            f"{folder} is the unfinished output of a compress run: run the same command again to finish it"
+        )
     if index.exists() and single.exists():
         listed = _read_object(index).get("weight_map")
         if not isinstance(listed, Mapping) or set(listed.values()) != {_SINGLE}:
-            raise ValueError(
-                f"{folder} holds both {_SINGLE} and {INDEX} of other files: remove one of the two"
-            )
+            raise ValueError(f"{folder} holds both {_SINGLE} and {INDEX} of other files: remove one of the two")
     for path in (index, single):
         if path.exists():
             return path
@@ -217,9 +207,7 @@ def _weights_in(folder: Path) -> Path:
     if len(ggufs) == 1:
         return folder / ggufs[0]
     if ggufs:
-        raise ValueError(
-            f"{folder} holds {len(ggufs)} GGUF files: give one of {some_names(ggufs)} by its path"
-        )
+        raise ValueError(f"{folder} holds {len(ggufs)} GGUF files: give one of {some_names(ggufs)} by its path")
     for name in names:
         _refuse_pickle(folder / name)
     others = [name for name in names if name.endswith(".safetensors")]
@@ -250,9 +238,7 @@ def _resolve_name(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise ImportError(
-            f"{name!r} is not an existing path, and hub ids need: pip install 'halfulp[hf]'"
-        ) from None
+        raise ImportError(f"{name!r} is not an existing path, and hub ids need: pip install 'halfulp[hf]'") from None
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_PATTERNS))
     except Exception as error:  # every client version has its own kinds: offline, no such id, gated, timeouts

@@ -108,16 +108,12 @@ def open_gguf(path: str | Path) -> Gguf:
         raise ValueError(f"{path} is not a whole GGUF file ({error}): download it again") from None
     if reader.byte_order != "I":
         raise ValueError(f"{path} is a GGUF file of the other byte order: convert it for this machine")
-    fields = {
-        key: field.contents() for key, field in reader.fields.items() if not key.startswith("tokenizer.")
-    }
+    fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("tokenizer.")}
     has_tokenizer = "tokenizer.ggml.model" in reader.fields
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     del reader  # it holds a Python object for each word of the vocabulary
     if fields.get("split.count", 0) > 1:
-        raise ValueError(
-            f"{path} is one of {fields['split.count']} parts: join them, llama-gguf-split --merge"
-        )
+        raise ValueError(f"{path} is one of {fields['split.count']} parts: join them, llama-gguf-split --merge")
     arch = fields.get("general.architecture")
     if arch not in _BIASED:
         raise ValueError(
@@ -208,9 +204,7 @@ def _config(auto_config: Any, path: Path, fields: dict[str, Any]) -> dict[str, A
     config["dtype"] = config["torch_dtype"] = "float32"  # the second for transformers before 4.56
     arch, hidden, heads = fields["general.architecture"], config["hidden_size"], config["num_attention_heads"]
     # transformers leaves out key_length for qwen3, which has heads wider than hidden_size / heads.
-    config["head_dim"] = (
-        fields.get(f"{arch}.attention.key_length") or config.get("head_dim") or hidden // heads
-    )
+    config["head_dim"] = fields.get(f"{arch}.attention.key_length") or config.get("head_dim") or hidden // heads
     return config
 
 

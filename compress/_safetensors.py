@@ -304,9 +304,7 @@ class StreamWriter:
     with the bytes needed when the disk is full; the directory stays resumable.
     """
 
-    def __init__(
-        self, directory: str | Path, specs: Sequence[TensorSpec], shard_bytes: int, fingerprint: str
-    ) -> None:
+    def __init__(self, directory: str | Path, specs: Sequence[TensorSpec], shard_bytes: int, fingerprint: str) -> None:
         _require_little_endian()
         self.directory = Path(directory)
         self.done: dict[str, Any] = {}
@@ -322,9 +320,7 @@ class StreamWriter:
         self._close = weakref.finalize(self, os.close, journal)
         try:
             self._lock(journal)
-            self._resume(
-                journal, {"halfulp_journal": 1, "fingerprint": fingerprint, "layout": layout.hexdigest()}
-            )
+            self._resume(journal, {"halfulp_journal": 1, "fingerprint": fingerprint, "layout": layout.hexdigest()})
         except BaseException:
             self.close()
             raise
@@ -334,9 +330,7 @@ class StreamWriter:
         """Bytes of the tensors not yet written."""
         return sum(e.spec.nbytes for name, (_, e) in self._places.items() if name not in self._written)
 
-    def write(
-        self, key: str, tensors: Mapping[str, torch.Tensor | Iterable[Any]], note: Mapping[str, Any]
-    ) -> None:
+    def write(self, key: str, tensors: Mapping[str, torch.Tensor | Iterable[Any]], note: Mapping[str, Any]) -> None:
         """`writer.write("layer 0", {"w": tensor, "big": chunks}, {"error": 0.1})`.
 
         A value is a tensor, or an iterable of bytes-like objects (or tensors) that together are its bytes.

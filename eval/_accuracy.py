@@ -86,9 +86,7 @@ def perplexity(model: Model, windows: Iterable[Window], *, progress: Progress | 
     return Accuracy(_exp(mean(nll, counts)), sum(counts), len(cut), counts, tuple(nll))
 
 
-def compare(
-    model: Model, baseline: Model, windows: Iterable[Window], *, progress: Progress | None = None
-) -> Accuracy:
+def compare(model: Model, baseline: Model, windows: Iterable[Window], *, progress: Progress | None = None) -> Accuracy:
     """What a change did to a model: `compare(compressed, original, windows(ids, window=1024)).kl`.
 
     model, baseline: called with ids [1, T] (int64, on the model's device); each returns an object with
@@ -168,16 +166,13 @@ def check_model(name: str, model: Any, tokens: int, largest: int) -> None:
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and tokens > positions:
         raise ValueError(
-            f"{tokens} tokens at once are asked for, and {name} has {positions} positions; "
-            f"ask for {positions} or fewer"
+            f"{tokens} tokens at once are asked for, and {name} has {positions} positions; ask for {positions} or fewer"
         )
 
 
 def _logits(name: str, model: Model, window: Window, i: int) -> torch.Tensor:
     """[scored, V]: the rows that predict the scored tokens."""
-    device = next(
-        (p.device for p in model.parameters()) if isinstance(model, torch.nn.Module) else iter(()), None
-    )
+    device = next((p.device for p in model.parameters()) if isinstance(model, torch.nn.Module) else iter(()), None)
     logits = model(torch.tensor([window.ids], device=device)).logits
     if logits.ndim != 3 or logits.shape[:2] != (1, len(window.ids)):
         raise ValueError(
@@ -227,9 +222,7 @@ def _scores(logits: torch.Tensor, reference: torch.Tensor, window: Window, i: in
             "their tokens cannot be compared: give a baseline with the same vocabulary, padding included"
         )
     rows = _rows(logits)
-    pieces = zip(
-        logits.split(rows), reference.split(rows), _targets(window, logits.device).split(rows), strict=True
-    )
+    pieces = zip(logits.split(rows), reference.split(rows), _targets(window, logits.device).split(rows), strict=True)
     parts = []
     for some, other, wanted in pieces:
         log_q, log_p = _log_softmax("the model", some, i), _log_softmax("the baseline", other, i)

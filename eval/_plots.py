@@ -13,9 +13,7 @@ STEPS = 7  # classes h0 to h6 of the heat ramp
 At = tuple[float, float]
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 REACHES = (9, 14, 20, 28, 38, 50, 64, 80, 100, 125, 155, 190)  # px from a marker to its label
-DIRECTIONS = [
-    (dx / 2, dy / 2) for dx in (2, -2, 0, 1, -1) for dy in (0, -2, 2, -1, 1) if max(abs(dx), abs(dy)) == 2
-]
+DIRECTIONS = [(dx / 2, dy / 2) for dx in (2, -2, 0, 1, -1) for dy in (0, -2, 2, -1, 1) if max(abs(dx), abs(dy)) == 2]
 
 
 @dataclass(frozen=True)
@@ -130,9 +128,7 @@ def _leader(box: Box, at: At) -> list[Box]:
     steps = int(math.dist(at, end) / 3)
     if steps < 5:
         return []
-    along = [
-        (at[0] + (end[0] - at[0]) * i / steps, at[1] + (end[1] - at[1]) * i / steps) for i in range(2, steps)
-    ]
+    along = [(at[0] + (end[0] - at[0]) * i / steps, at[1] + (end[1] - at[1]) * i / steps) for i in range(2, steps)]
     return [(x - 1, y - 1, x + 1, y + 1) for x, y in along]
 
 
@@ -154,9 +150,7 @@ def _place_in(
             for dx, dy in DIRECTIONS:
                 mid = (x + dx * (reach + width / 2), y + dy * (reach + LINE / 2 - 2))
                 box = (mid[0] - width / 2, mid[1] - LINE / 2, mid[0] + width / 2, mid[1] + LINE / 2)
-                inside = (
-                    box[0] >= frame[0] and box[2] <= frame[2] and box[1] >= frame[1] and box[3] <= frame[3]
-                )
+                inside = box[0] >= frame[0] and box[2] <= frame[2] and box[1] >= frame[1] and box[3] <= frame[3]
                 if not inside or any(_overlap(box, other) for other in taken):
                     continue
                 dots = _leader(box, anchors[i])
@@ -165,8 +159,7 @@ def _place_in(
                 own = _gap(box, anchors[i])
                 # a label that another marker stands nearer to would be read as that one's
                 stolen = sum(
-                    _gap(box, other) < own + (3 if math.dist(other, anchors[i]) > 12 else -1)
-                    for other in anchors
+                    _gap(box, other) < own + (3 if math.dist(other, anchors[i]) > 12 else -1) for other in anchors
                 )
                 crossed = sum(_overlap(box, bar) for bar in obstacles)
                 run_over = sum(_overlap(dot, bar) for dot in dots for bar in (*obstacles, *markers))
@@ -196,9 +189,7 @@ def place_labels(
         down = sorted(several, key=lambda i: (anchors[i][1], anchors[i][0]))
         across = sorted(several, key=lambda i: anchors[i])
         orders += [down, down[::-1], across, across[::-1]]
-    return min((_place_in(order, widths, anchors, obstacles, frame) for order in orders), key=lambda r: r[0])[
-        1
-    ]
+    return min((_place_in(order, widths, anchors, obstacles, frame) for order in orders), key=lambda r: r[0])[1]
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, name: str) -> str:
@@ -276,9 +267,7 @@ def scatter(
         body += [_line(x1, py, x2, py, "bar"), _line(px, y1, px, y2, "bar")]
         bars += [(min(x1, x2), py - 1, max(x1, x2), py + 1), (px - 1, min(y1, y2), px + 1, max(y1, y2))]
     texts = [shorten(p.label, 26 if width > 450 else 18) for p in points]
-    boxes = place_labels(
-        [len(t) * CHARACTER for t in texts], anchors, bars, (left + 2, top - 8, right, bottom - 2)
-    )
+    boxes = place_labels([len(t) * CHARACTER for t in texts], anchors, bars, (left + 2, top - 8, right, bottom - 2))
     for point, (px, py), text, box in zip(points, anchors, texts, boxes):
         hint = f"<title>{escape(point.title or point.label)}</title>"
         kind = "point hollow" if point.hollow else "point"
@@ -291,11 +280,7 @@ def scatter(
             start = (px + (near[0] - px) * 5 / away, py + (near[1] - py) * 5 / away)
             body.append(_line(*start, *near, "leader"))
         anchor, at = (
-            ("start", box[0])
-            if box[0] > px
-            else ("end", box[2])
-            if box[2] < px
-            else ("middle", (box[0] + box[2]) / 2)
+            ("start", box[0]) if box[0] > px else ("end", box[2]) if box[2] < px else ("middle", (box[0] + box[2]) / 2)
         )
         body.append(_text(at, box[3] - 3.5, text, "label", anchor))
     unlabelled = sum(box is None for box in boxes)
@@ -327,9 +312,7 @@ def heat_strip(
     left = min(max(len(shorten(row, 20)) for row in rows) * CHARACTER + 8, width * 0.45)
     wide = min((width - left) / len(columns), 16.0)
     tall, gap = 13.0, 1.0 if wide > 5 else 0.0
-    numbers = [
-        c.value for c in cells.values() if not c.kept and c.value is not None and math.isfinite(c.value)
-    ]
+    numbers = [c.value for c in cells.values() if not c.kept and c.value is not None and math.isfinite(c.value)]
     low, high = heat_range(numbers) if numbers else (0.0, 0.0)
     body: list[str] = []
     strokes: list[str] = []
@@ -346,9 +329,7 @@ def heat_strip(
             if cell.kept:
                 strokes.append(f"M{x:.1f} {y + tall:.1f}l{w:.1f} {-tall:g}")
             hint = f"<title>{escape(cell.title)}</title>" if cell.title else ""
-            body.append(
-                f'<rect class="{kind}" x="{x:.1f}" y="{y:g}" width="{w:.1f}" height="{tall:g}">{hint}</rect>'
-            )
+            body.append(f'<rect class="{kind}" x="{x:.1f}" y="{y:g}" width="{w:.1f}" height="{tall:g}">{hint}</rect>')
     body.append(f'<path class="stroke" d="{"".join(strokes)}"/>' if strokes else "")
     under = len(rows) * (tall + 1)
     every = next(n for n in (1, 2, 5, 10, 20, 50, 100, 10**9) if n * wide >= 26 or n >= len(columns))
@@ -361,10 +342,7 @@ def heat_strip(
         first, last = f"{low:.2g}", f"{high:.2g}"
         x = left + len(first) * CHARACTER + 4
         body.append(_text(left, y + 9, first, "tick"))
-        body += [
-            f'<rect class="h{i}" x="{x + i * 14:.1f}" y="{y:g}" width="14" height="11"/>'
-            for i in range(STEPS)
-        ]
+        body += [f'<rect class="h{i}" x="{x + i * 14:.1f}" y="{y:g}" width="14" height="11"/>' for i in range(STEPS)]
         body.append(_text(x + STEPS * 14 + 5, y + 9, last, "tick"))
         x += STEPS * 14 + len(last) * CHARACTER + 22
     else:

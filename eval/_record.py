@@ -159,9 +159,7 @@ def write_atomic(text: str, path: Path) -> None:
     """Write `text` so that `path` holds either its old content or all of the new, even after a power cut."""
     path = Path(path)
     if path.is_dir():
-        raise IsADirectoryError(
-            f"expected the name of a file to write, got the folder {path}; add a file name"
-        )
+        raise IsADirectoryError(f"expected the name of a file to write, got the folder {path}; add a file name")
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
@@ -189,9 +187,7 @@ def _parse(path: Path, *, named: bool) -> Record | None:
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
-        raise FileNotFoundError(
-            f"no file or folder {path}; give records (*.json) or folders of them"
-        ) from None
+        raise FileNotFoundError(f"no file or folder {path}; give records (*.json) or folders of them") from None
     if KEY.encode() not in raw and not named:
         return None  # a config.json, a tokenizer.json: not worth parsing
     try:

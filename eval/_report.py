@@ -67,9 +67,7 @@ def plus_minus(estimate: Estimate | None, factor: float = 1.0) -> str:
 
 
 def size_text(count: float) -> str:
-    unit, divisor = next(
-        (u, d) for u, d in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)) if count >= d or d == 1
-    )
+    unit, divisor = next((u, d) for u, d in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)) if count >= d or d == 1)
     return f"{count / divisor:.4g}{NARROW}{unit}"
 
 
@@ -170,9 +168,7 @@ def warnings_of(rows: Sequence[Row]) -> list[str]:
         )
     if len({r.latency.path for r in timed if r.latency}) > 1:
         found.append("The times are of different execution paths; see the last column of the table.")
-    bases = [
-        r.accuracy.baseline_perplexity.value for r in records if r.accuracy and r.accuracy.baseline_perplexity
-    ]
+    bases = [r.accuracy.baseline_perplexity.value for r in records if r.accuracy and r.accuracy.baseline_perplexity]
     if bases and max(bases) - min(bases) > 1e-4 * abs(max(bases)):
         found.append(
             f"The baseline perplexity is not the same in all runs ({number(min(bases), 4)} to "
@@ -226,9 +222,7 @@ def _smallest(ranked: Sequence[tuple[Row, Estimate]]) -> tuple[Row, Estimate, li
     if not sized:
         return None
     least = min(size for _, _, size in sized)
-    ties = sorted(
-        ((row, kl) for row, kl, size in sized if size <= least * SAME_SIZE), key=lambda pair: pair[1].value
-    )
+    ties = sorted(((row, kl) for row, kl, size in sized if size <= least * SAME_SIZE), key=lambda pair: pair[1].value)
     (best, kl), *others = ties
     return best, kl, [row for row, other in others if interval(other)[0] <= interval(kl)[1]]
 
@@ -274,26 +268,16 @@ def headlines(rows: Sequence[Row]) -> list[str]:
         found = [_level_sentence(ranked)]
         found.append(_lowest_sentence(ranked))
     ratios = [(r.label, r.record.accuracy.log_perplexity_ratio) for r in recipes if r.record.accuracy]
-    known = [
-        (label, e)
-        for label, e in ratios
-        if e is not None and e.se is not None and math.isfinite(e.value + e.se)
-    ]
+    known = [(label, e) for label, e in ratios if e is not None and e.se is not None and math.isfinite(e.value + e.se)]
     even = [label for label, e in known if interval(e)[0] <= 0 <= interval(e)[1]]
     worse = sorted(math.expm1(min(e.value, 700)) for _, e in known if interval(e)[0] > 0)
     better = [label for label, e in known if interval(e)[1] < 0]
     parts = [f"no difference from the baseline shown for {names(even)}"] if even else []
     if worse:
-        span = percent(math.log1p(worse[0])) + (
-            f" to {percent(math.log1p(worse[-1]))}" if len(worse) > 1 else ""
-        )
+        span = percent(math.log1p(worse[0])) + (f" to {percent(math.log1p(worse[-1]))}" if len(worse) > 1 else "")
         parts.append(f"higher by {span.replace('+', '')} for {len(worse)} of {len(recipes)}")
     parts += [f"lower than the baseline's for {names(better)}"] if better else []
-    broken = [
-        r.label
-        for r in recipes
-        if r.record.accuracy and not math.isfinite(r.record.accuracy.perplexity.value)
-    ]
+    broken = [r.label for r in recipes if r.record.accuracy and not math.isfinite(r.record.accuracy.perplexity.value)]
     parts += [f"not finite for {names(broken)}"] if broken else []
     return [*found, f"Perplexity: {'; '.join(parts)}."] if parts else found
 
@@ -378,9 +362,7 @@ def _baseline_line(rows: Sequence[Row]) -> dict[str, Any] | None:
     if any(r.recipe is None for r in records):
         return None  # it has a row of its own
     sizes = _distinct(r.baseline_size.model_dump() for r in records if r.baseline_size)
-    perplexities = [
-        r.accuracy.baseline_perplexity for r in records if r.accuracy and r.accuracy.baseline_perplexity
-    ]
+    perplexities = [r.accuracy.baseline_perplexity for r in records if r.accuracy and r.accuracy.baseline_perplexity]
     latencies = [r.baseline_latency for r in records if r.baseline_latency]
     if not (sizes or perplexities or latencies):
         return None
@@ -391,9 +373,7 @@ def _baseline_line(rows: Sequence[Row]) -> dict[str, Any] | None:
     line["perplexity"] = plus_minus(perplexities[0]) if perplexities else "–"
     if not perplexities:
         line["kl"] = line["top1"] = "–"
-    line |= _latency_cells(
-        latencies[0] if len(_distinct(x.model_dump() for x in latencies)) == 1 else None, None
-    )
+    line |= _latency_cells(latencies[0] if len(_distinct(x.model_dump() for x in latencies)) == 1 else None, None)
     if latencies and line["prefill"] is None:
         for phase in ("prefill", "decode"):
             medians = sorted(getattr(x, phase).median_s * 1e3 for x in latencies)
@@ -457,9 +437,7 @@ def size_figure(rows: Sequence[Row]) -> dict[str, str]:
         log=_spread(p.x for p in points) > 8,
         second=(lambda v: f"{v / base:.2f}×") if base else None,
     )
-    svg = _wide_and_narrow(
-        points, x_axis, Axis(label, log=log), reference=base and (base, base, base), extend=few
-    )
+    svg = _wide_and_narrow(points, x_axis, Axis(label, log=log), reference=base and (base, base, base), extend=few)
     return {"svg": svg, "title": f"{label.split(',')[0]} against size", "note": _left_out(rows, points)}
 
 
@@ -483,13 +461,9 @@ def latency_figures(rows: Sequence[Row], letters: dict[str, str]) -> list[dict[s
         for row in here:
             latency, value = row.record.latency, damage[row.label]
             assert latency is not None  # for the type checker: `timed` has only such
-            low, mid, high = (
-                t * 1e3 for t in (latency.decode.low_s, latency.decode.median_s, latency.decode.high_s)
-            )
+            low, mid, high = (t * 1e3 for t in (latency.decode.low_s, latency.decode.median_s, latency.decode.high_s))
             hint = f"{row.label}: {milliseconds(latency.decode)[0]} ms/token, {plus_minus(value)}"
-            points.append(
-                Point(row.label, mid, (low, high), value.value, interval(value), beaten(row, rows), hint)
-            )
+            points.append(Point(row.label, mid, (low, high), value.value, interval(value), beaten(row, rows), hint))
             bases += [row.record.baseline_latency.decode] if row.record.baseline_latency else []
         if not points:
             continue
@@ -509,9 +483,7 @@ def latency_figures(rows: Sequence[Row], letters: dict[str, str]) -> list[dict[s
         )
         note += f"Machine: {_machine(here[0].record.machine)}. "
         if emulated:
-            which = (
-                "These times are" if len(emulated) == len(paths) else f"The times on “{names(emulated)}” are"
-            )
+            which = "These times are" if len(emulated) == len(paths) else f"The times on “{names(emulated)}” are"
             note += f"{which} of the emulation, not of kernels for the format: no speed-up is claimed. "
         letter = letters.get(condition)
         head = f"{label.split(',')[0]} against decode latency" + (f", condition {letter}" if letter else "")
@@ -546,21 +518,13 @@ def strip_of(row: Row) -> dict[str, Any]:
     shown = list(dict.fromkeys(kind for kind, _ in cells))
     layers = sorted({layer for _, layer in cells})
     done = [t for t in row.tensors if not _kept(t) and t.relative_error is not None]
-    worst = sorted(
-        done, key=lambda t: (math.isfinite(t.relative_error or 0), -(t.relative_error or 0), t.name)
-    )[:5]
+    worst = sorted(done, key=lambda t: (math.isfinite(t.relative_error or 0), -(t.relative_error or 0), t.name))[:5]
     kept_names = sorted({*(t.name.removesuffix(".weight") for t in outside if _kept(t)), *vectors})
     return {
         "label": row.label,
-        "svg": heat_strip(shown, layers, cells, title=f"relative error by layer, {row.label}")
-        if cells
-        else "",
-        "worst": [
-            (t.name.removesuffix(".weight"), number(t.relative_error or 0.0, 4), t.action) for t in worst
-        ],
-        "outside": [
-            (t.name.removesuffix(".weight"), t.action, t.relative_error) for t in outside if not _kept(t)
-        ],
+        "svg": heat_strip(shown, layers, cells, title=f"relative error by layer, {row.label}") if cells else "",
+        "worst": [(t.name.removesuffix(".weight"), number(t.relative_error or 0.0, 4), t.action) for t in worst],
+        "outside": [(t.name.removesuffix(".weight"), t.action, t.relative_error) for t in outside if not _kept(t)],
         "kept": names(kept_names, 6),
     }
 
@@ -623,8 +587,7 @@ def reproduction(record: Record, label: str) -> dict[str, Any]:
             "model": f"{record.model.source}, {record.model.parameters:,} parameters",
             "model sha256": record.model.sha256 or "not hashed",
             "recipe sha256": record.recipe.sha256 if record.recipe else "no recipe",
-            "took": ", ".join(f"{name} {s:,.1f}{NARROW}s" for name, s in record.seconds.items())
-            or "not recorded",
+            "took": ", ".join(f"{name} {s:,.1f}{NARROW}s" for name, s in record.seconds.items()) or "not recorded",
             "peak memory": size_text(record.peak_rss_bytes) if record.peak_rss_bytes else "not recorded",
         },
     }
@@ -674,9 +637,7 @@ def report(records: Sequence[Record], out: Path, title: str = "halfulp report") 
     from jinja2 import Environment, StrictUndefined
 
     if not records:
-        raise ValueError(
-            "no records to report on; give the ones that `halfulp compress` or `halfulp score` wrote"
-        )
+        raise ValueError("no records to report on; give the ones that `halfulp compress` or `halfulp score` wrote")
     groups = groups_of(rows_of(records))
     text = files(__package__).joinpath("report.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

@@ -82,11 +82,7 @@ def text(source: str = "embedded", *, split: str = "test", column: str = "text")
 
 
 def _like_path(name: str) -> bool:
-    return (
-        name.startswith((".", "/", "~"))
-        or "\\" in name
-        or Path(name).suffix in {".txt", ".md", ".json", ".jsonl"}
-    )
+    return name.startswith((".", "/", "~")) or "\\" in name or Path(name).suffix in {".txt", ".md", ".json", ".jsonl"}
 
 
 def _embedded() -> str:
@@ -132,9 +128,7 @@ def _dataset(name: str, split: str, column: str) -> str:
             f"({_line(error)}); {_INSTEAD}"
         ) from None
     except (ValueError, KeyError) as error:
-        raise ValueError(
-            f"the data set {name!r} with split {split!r} cannot be read: {_line(error)}"
-        ) from None
+        raise ValueError(f"the data set {name!r} with split {split!r} cannot be read: {_line(error)}") from None
     except Exception as error:  # OSError of datasets, or whatever its HTTP client of the day raises
         raise ConnectionError(
             f"{name!r} is not a file here, and as a data set it could not be fetched "
@@ -228,9 +222,7 @@ def windows(
 def _ids(tokens: Any) -> tuple[int, ...]:
     shape = getattr(tokens, "shape", None)
     if shape is not None and len(shape) != 1:
-        raise ValueError(
-            f"tokens of shape {tuple(shape)}: expected the ids of one text, shape [n]; pass tokens[0]"
-        )
+        raise ValueError(f"tokens of shape {tuple(shape)}: expected the ids of one text, shape [n]; pass tokens[0]")
     values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     try:
         ids = tuple(index(value) for value in values)

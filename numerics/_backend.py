@@ -108,11 +108,7 @@ class Jax:
             return x
         if self.jnp.issubdtype(x.dtype, self.jnp.integer) or x.dtype == bool:
             wide = 64 if x.dtype.itemsize == 8 else 32
-            return (
-                odd_float(self, x.astype(self.ints[wide]), wide)
-                if x.dtype.itemsize > 2
-                else x.astype("float32")
-            )
+            return odd_float(self, x.astype(self.ints[wide]), wide) if x.dtype.itemsize > 2 else x.astype("float32")
         return x.astype(self.jnp.float32)
 
     def width(self, x: Array) -> int:

@@ -34,9 +34,7 @@ def overflow_policy(fmt: Scalar, overflow: str | None) -> str:
     return overflow
 
 
-def encode_parts(
-    xp: Backend, a: Parts, fmt: Scalar, rounding: str, overflow: str | None, nan: str = "zero"
-) -> Array:
+def encode_parts(xp: Backend, a: Parts, fmt: Scalar, rounding: str, overflow: str | None, nan: str = "zero") -> Array:
     """Codes, as integers of the parts' width, of numbers taken apart."""
     if nan not in NANS:
         raise ValueError(f"nan={nan!r}: choose one of {', '.join(NANS)} (for formats that have no NaN)")
@@ -128,11 +126,7 @@ def encode_codebook(xp: Backend, x: Array, fmt: Codebook, nan: str = "zero") -> 
     wide = xp.width(x)
     is_nan = less(infinity(wide), magnitude_bits(xp, x), wide)
     table = xp.constant(_thresholds(fmt, wide), xp.floats[wide], x)
-    absent = (
-        min(range(len(fmt.values)), key=lambda i: abs(fmt.values[i]))
-        if nan == "zero"
-        else len(fmt.values) - 1
-    )
+    absent = min(range(len(fmt.values)), key=lambda i: abs(fmt.values[i])) if nan == "zero" else len(fmt.values) - 1
     if xp.flushes_subnormals:  # searched as integers, which are in the same order
         table, x = (ordered(xp.view(v, xp.ints[wide]), wide) for v in (table, x))
     codes = xp.astype(xp.searchsorted(table, x), xp.ints[wide])

@@ -54,17 +54,13 @@ class Float:
 
     def __post_init__(self) -> None:
         e, m = self.exponent, self.mantissa
-        _check(
-            e >= 1 and m >= 0, f"Float needs exponent >= 1 and mantissa >= 0, got exponent={e}, mantissa={m}"
-        )
+        _check(e >= 1 and m >= 0, f"Float needs exponent >= 1 and mantissa >= 0, got exponent={e}, mantissa={m}")
         _check(
             self.bits <= (32 if self.signed else 31),
             f"Float of {self.bits} bits: at most 32 signed, 31 unsigned",
         )
         nan = ("ieee" if self.inf else "top") if self.nan is True else self.nan
-        _check(
-            nan is False or nan in NAN_ENCODINGS, f"nan={nan!r}: choose True, False or one of {NAN_ENCODINGS}"
-        )
+        _check(nan is False or nan in NAN_ENCODINGS, f"nan={nan!r}: choose True, False or one of {NAN_ENCODINGS}")
         _check(
             nan != "ieee" or (self.inf and m > 0),
             'nan="ieee" needs inf=True and mantissa >= 1; use nan="top"',
@@ -73,9 +69,7 @@ class Float:
             nan != "negative_zero" or (self.signed and self.zero),
             'nan="negative_zero" needs a signed zero code',
         )
-        _check(
-            self.zero or not self.subnormal, "zero=False needs subnormal=False: exponent field 0 is a binade"
-        )
+        _check(self.zero or not self.subnormal, "zero=False needs subnormal=False: exponent field 0 is a binade")
         free = self.signed and self.zero and nan != "negative_zero"
         negative_zero = free if self.negative_zero is None else self.negative_zero
         _check(free or not negative_zero, "negative_zero=True, but the format has no free code for it")
@@ -308,9 +302,7 @@ class Block:
         )
         _check(isinstance(self.axis, int), f"block axis {self.axis!r}: a whole number, negative from the end")
         _check(self.rule in SCALE_RULES, f"scale rule {self.rule!r}: choose one of {', '.join(SCALE_RULES)}")
-        _check(
-            self.division in ("exact", "rounded"), f"division {self.division!r}: choose 'exact' or 'rounded'"
-        )
+        _check(self.division in ("exact", "rounded"), f"division {self.division!r}: choose 'exact' or 'rounded'")
         _check(
             not self.zero_point or (isinstance(self.element, Fixed) and self.rule == "absmax"),
             "a zero point needs an integer element and the rule 'absmax'",

@@ -304,11 +304,7 @@ def element_code(fmt: Block, x: Exact, unit: Fraction, point: int, rounding: str
 
 def _nan_element(fmt: Scalar, x: Exact) -> int:
     negative = math.copysign(1.0, x) < 0 if isinstance(x, float) else x < 0
-    return (
-        _encode_codebook(fmt, math.nan, "zero")
-        if isinstance(fmt, Codebook)
-        else _nan_code(fmt, negative, "zero")
-    )
+    return _encode_codebook(fmt, math.nan, "zero") if isinstance(fmt, Codebook) else _nan_code(fmt, negative, "zero")
 
 
 def decode_blocks(fmt: Block, b: Blocks, shape: Index, wide: int) -> dict[Index, Exact]:

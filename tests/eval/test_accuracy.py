@@ -90,9 +90,7 @@ def test_the_overlap_changes_no_bigram_score(window: int, data: st.DataObject) -
 
 @pytest.mark.parametrize("chunk", [1 << 22, 120, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_against_a_direct_float64_computation(
-    monkeypatch: pytest.MonkeyPatch, chunk: int, dtype: torch.dtype
-) -> None:
+def test_against_a_direct_float64_computation(monkeypatch: pytest.MonkeyPatch, chunk: int, dtype: torch.dtype) -> None:
     monkeypatch.setattr(_accuracy, "CHUNK", chunk)
     base = noisy(1).to(dtype)
     model, baseline = bigram(base + noisy(2, scale=0.3).to(dtype)), bigram(base)
@@ -242,9 +240,7 @@ def test_mismatches_are_told() -> None:
     def last_only(tokens: torch.Tensor) -> Any:
         return types.SimpleNamespace(logits=torch.zeros(1, 1, 40))
 
-    with pytest.raises(
-        ValueError, match=r"the model returned logits of shape \(1, 1, 40\) .* \[1, 5, vocabulary"
-    ):
+    with pytest.raises(ValueError, match=r"the model returned logits of shape \(1, 1, 40\) .* \[1, 5, vocabulary"):
         perplexity(last_only, cut)
 
     def small(tokens: torch.Tensor) -> Any:

@@ -42,9 +42,7 @@ class Clock:
 
 def test_first_call_and_warm_up_are_kept_apart() -> None:
     clock = Clock()
-    got = measure(
-        clock.step(chain([900, 30, 12, 10, 10, 10], repeat(10))), repeats=5, min_seconds=0, clock=clock
-    )
+    got = measure(clock.step(chain([900, 30, 12, 10, 10, 10], repeat(10))), repeats=5, min_seconds=0, clock=clock)
     assert got.first_s == 0.9
     assert got.warmup == 6  # the first, two that were not yet warm, three that agree
     assert (got.n, clock.calls) == (5, 11)
@@ -83,9 +81,7 @@ def test_numbers_against_numpy() -> None:
     assert (got.q1_s, got.q3_s) == pytest.approx(tuple(np.quantile(times, [0.25, 0.75]) / 1e3))
     assert got.min_s == pytest.approx(times.min() / 1e3)
     ordered = np.sort(times) / 1e3
-    assert (got.low_s, got.high_s) == pytest.approx(
-        (ordered[6], ordered[17])
-    )  # ranks 7 and 18 of 24, in any table
+    assert (got.low_s, got.high_s) == pytest.approx((ordered[6], ordered[17]))  # ranks 7 and 18 of 24, in any table
 
 
 @pytest.mark.parametrize(
@@ -117,9 +113,7 @@ def test_noise_is_flagged() -> None:
     assert got.unstable
     assert got.why == "interquartile range is 14% of the median (limit 10%)"
     clock = Clock()
-    got = measure(
-        clock.step([1, *[10, 10.2, 10.4, 10.6] * 5]), warmup=1, repeats=20, min_seconds=0, clock=clock
-    )
+    got = measure(clock.step([1, *[10, 10.2, 10.4, 10.6] * 5]), warmup=1, repeats=20, min_seconds=0, clock=clock)
     assert not got.unstable
 
 
@@ -196,9 +190,7 @@ def test_a_jitted_chain_is_waited_for_and_its_compilation_kept_apart() -> None:
     waited = measure(lambda: several(x), repeats=5, min_seconds=0)
     dispatched = measure(unwaited, repeats=5, min_seconds=0)
     small = jax.numpy.ones((8, 8))  # a new shape compiles anew, and then takes microseconds
-    assert (
-        compiled := measure(lambda: several(small), repeats=5, min_seconds=0)
-    ).first_s > 5 * compiled.median_s
+    assert (compiled := measure(lambda: several(small), repeats=5, min_seconds=0)).first_s > 5 * compiled.median_s
     assert dispatched.min_s < 0.5 * waited.min_s
 
 
@@ -287,9 +279,7 @@ def test_time_per_token_is_the_mean_over_the_new_tokens(monkeypatch: pytest.Monk
 
     got = latency(Slow(croppable=False), 7, prompt=6, new=4, repeats=3)
     assert got.prefill.samples_s == (0.1,) * 3
-    assert got.decode.samples_s == pytest.approx(
-        (0.007,) * 3
-    )  # nothing of the prefills that refill the cache
+    assert got.decode.samples_s == pytest.approx((0.007,) * 3)  # nothing of the prefills that refill the cache
 
 
 def test_threads_are_set_and_put_back_even_after_an_error() -> None:

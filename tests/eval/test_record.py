@@ -35,9 +35,7 @@ def record(**changes: Any) -> Record:
         "machine": {"cpu": "a CPU", "cores": 2},
         "seed": 0,
         "model": ModelId(source="a model", parameters=10),
-        "tensors": [
-            TensorResult(name="w", shape=[2, 5], action="int4:g128", bits_per_weight=4.1, relative_error=0.1)
-        ],
+        "tensors": [TensorResult(name="w", shape=[2, 5], action="int4:g128", bits_per_weight=4.1, relative_error=0.1)],
     }
     return Record(**(fields | changes))
 
@@ -157,9 +155,7 @@ def test_records_are_frozen_and_closed() -> None:
         record(colour="red")
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_litter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.json"
     write_record(record(name="old"), file)
 

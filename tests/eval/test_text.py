@@ -132,9 +132,7 @@ def positions(cut: list[Window], bos: bool) -> list[int]:
 
 
 @given(n=st.integers(2, 60), window=st.integers(2, 20), bos=st.booleans(), data=st.data())
-def test_every_token_but_the_first_is_scored_exactly_once(
-    n: int, window: int, bos: bool, data: st.DataObject
-) -> None:
+def test_every_token_but_the_first_is_scored_exactly_once(n: int, window: int, bos: bool, data: st.DataObject) -> None:
     room = window - bos
     stride = data.draw(st.integers(1, max(1, room - 1)))
     cut = windows(range(1, n + 1), window=window, stride=stride, bos=0 if bos else None)

@@ -48,9 +48,7 @@ def formats(element, scale):
 
 def neighbours(values):
     values = np.float32(values)
-    return np.concatenate(
-        [values, np.nextafter(values, np.float32(0)), np.nextafter(values, np.float32(9e9))]
-    )
+    return np.concatenate([values, np.nextafter(values, np.float32(0)), np.nextafter(values, np.float32(9e9))])
 
 
 def rows_under(leaders, rng):
@@ -115,9 +113,7 @@ def critical_blocks(fmt):
 
 def oracle(fmt, x, rounding="nearest_even"):
     values = {index: exact(v) for index, v in np.ndenumerate(x)}
-    return _oracle.encode_blocks(
-        fmt, values, x.shape, rounding, 8 * x.dtype.itemsize if x.dtype == "f8" else 32
-    )
+    return _oracle.encode_blocks(fmt, values, x.shape, rounding, 8 * x.dtype.itemsize if x.dtype == "f8" else 32)
 
 
 def filled(entries, like):
@@ -183,9 +179,7 @@ def test_other_roundings_of_elements(rounding):
             assert_backends_agree(fmt, x, rounding=rounding)
 
 
-@pytest.mark.parametrize(
-    "name", ["mxfp4", "nvfp4", "int4:g8:asym", "int8:channel", "e4m3fn:tensor", "nf4:g8"]
-)
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "int4:g8:asym", "int8:channel", "e4m3fn:tensor", "nf4:g8"])
 @pytest.mark.parametrize(
     ("shape", "axis"), [((3, 40), -1), ((2, 9, 5), 1), ((7, 4), 0), ((5,), 0), ((2, 3, 1), 1), ((3, 8), -2)]
 )
@@ -206,9 +200,7 @@ def test_a_long_ragged_row():
     assert hn.encode(x, fmt).scale.shape == (2, 5)
 
 
-@pytest.mark.parametrize(
-    "name", ["mxfp4:g8", "nvfp4:g8", "int4:g8:asym", "e4m3fn:channel", "int8:tensor:asym"]
-)
+@pytest.mark.parametrize("name", ["mxfp4:g8", "nvfp4:g8", "int4:g8:asym", "e4m3fn:channel", "int8:tensor:asym"])
 def test_sources_of_every_width(name):
     """The scale and the elements follow from the exact source, whatever its type."""
     import ml_dtypes
@@ -332,20 +324,25 @@ def test_nothing_in_nothing_out(name, shape):
         assert tuple(q.scale.shape) == hn.blocks_along(hn.format(name), shape)
 
 
+def test_a_tensor_scale_rounds_up_to_something():
+    """amax / (448 * 6) is far under half the smallest float32."""
+    x = np.full((2, 8), 1e-45, np.float32)
+    for name in ("nvfp4:g8", "nvfp4:g8:division=rounded"):
+        assert_like_oracle(hn.format(name), x)
+        assert_backends_agree(hn.format(name), x, ["torch"])
+    assert same(hn.cast(x, "nvfp4:g8"), x)
+
+
 def test_every_scale_rounds_up_to_something():
     """No block that is not zero gets a scale of zero, down to the smallest float32."""
     x = np.float32([[1e-45], [1e-40], [1e-38], [1.0]])
-    for element, scale in itertools.product(
-        ("e2m1", "int4", "e4m3fn"), ("e8m0", "bf16", "fp16", "fp32", "e4m3fn")
-    ):
+    for element, scale in itertools.product(("e2m1", "int4", "e4m3fn"), ("e8m0", "bf16", "fp16", "fp32", "e4m3fn")):
         fmt = hn.Block(element, 1, scale)
         for convert in BACKENDS.values():
             assert (hn.decode(np.asarray(hn.encode(convert(x), fmt).scale), fmt.scale) > 0).all()
 
 
-@pytest.mark.parametrize(
-    "name", ["int8:tensor", "int4:tensor:asym", "nvfp4", "mxfp4", "int4:g128", "int4:g64:axis=0"]
-)
+@pytest.mark.parametrize("name", ["int8:tensor", "int4:tensor:asym", "nvfp4", "mxfp4", "int4:g128", "int4:g64:axis=0"])
 def test_pieces_are_the_whole(name, monkeypatch):
     """Working in pieces changes no bit, whatever the size of a piece."""
     import torch
@@ -534,6 +531,4 @@ def test_the_oracle_itself():
     nv = hn.format("nvfp4:g2")
     b = _oracle.encode_blocks(nv, {(0,): Fraction(2688), (1,): Fraction(448)}, (2,))
     assert (b.tensor_scale, b.scales, list(b.codes.values())) == (1, {(0,): 0x7E}, [7, 2])
-    assert math.isnan(
-        _oracle.decode_blocks(nv, _oracle.encode_blocks(nv, {(0,): math.inf}, (1,)), (1,), 32)[(0,)]
-    )
+    assert math.isnan(_oracle.decode_blocks(nv, _oracle.encode_blocks(nv, {(0,): math.inf}, (1,)), (1,), 32)[(0,)])

@@ -14,9 +14,7 @@ from halfulp.numerics import _names
 from .common import SMALL_FORMATS, WIDE_FORMATS
 
 # the same examples on every run; contradictory fields are many
-quick = settings(
-    max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much]
-)
+quick = settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
 
 
 def valid(make):
@@ -62,9 +60,7 @@ scalars = st.one_of(floats(), fixeds(), codebooks)
 
 @st.composite
 def blocks(draw):
-    scale = st.one_of(
-        st.sampled_from(["e8m0", "bf16", "fp16", "fp32", "e4m3fn", "ue5m3"]).map(hn.format), floats()
-    )
+    scale = st.one_of(st.sampled_from(["e8m0", "bf16", "fp16", "fp32", "e4m3fn", "ue5m3"]).map(hn.format), floats())
     fields = draw(
         st.fixed_dictionaries(
             {
