@@ -117,8 +117,7 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
 
 def _open(source: str, path: Path, entries: dict[str, tuple[Path, Entry]], index: tuple[Path, ...]) -> Checkpoint:
     folder = _folder(path)
-    if (folder / JOURNAL).exists():
-        raise ValueError(f"{folder} is the unfinished output of a run: finish that run, or delete it")
+    _refuse_unfinished(folder)
 
     def read(name: str, rows: slice | None) -> torch.Tensor:
         return read_tensor(*entries[name], rows)
@@ -132,6 +131,11 @@ def _open(source: str, path: Path, entries: dict[str, tuple[Path, Entry]], index
         _side_files(folder),
         _read=read,
     )
+
+
+def _refuse_unfinished(folder: Path) -> None:
+    if (folder / JOURNAL).exists():
+        raise ValueError(f"{folder} is the unfinished output of a run: finish that run, or delete it")
 
 
 def _folder(path: Path) -> Path:
@@ -191,10 +195,7 @@ def _read_index(path: Path) -> dict[str, tuple[Path, Entry]]:
 def _weights_in(folder: Path) -> Path:
     """The file that tells where the weights of a directory are."""
     single, index = folder / _SINGLE, folder / INDEX
-    if (folder / JOURNAL).exists():
-        raise ValueError(
-            f"{folder} is the unfinished output of a compress run: run the same command again to finish it"
-        )
+    _refuse_unfinished(folder)
     if index.exists() and single.exists():
         listed = _read_object(index).get("weight_map")
         if not isinstance(listed, Mapping) or set(listed.values()) != {_SINGLE}:

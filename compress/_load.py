@@ -55,7 +55,8 @@ def tensors(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Itera
         activations = format(entry["activations"]) if "activations" in entry else None
         row = row_of(spec, entry["kind"], format(entry["format"]), activations)
         codes = restore({part: checkpoint.read(part) for part in entry["stored"]}, row, manifest["layout"])
-        yield name, decode(codes, None if hasattr(codes, "format") else row.weights).to(dtype)
+        # contiguous as in a checkpoint: a matmul may sum in another order over other strides
+        yield name, decode(codes, None if hasattr(codes, "format") else row.weights).to(dtype).contiguous()
 
 
 def load(source: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
