@@ -24,7 +24,8 @@ from pathlib import Path
 
 import torch
 
-from halfulp.compress._safetensors import StreamWriter, TensorSpec
+from halfulp.compress._safetensors import TensorSpec
+from halfulp.compress._stream import StreamWriter
 
 HIDDEN, INNER, VOCABULARY = 4096, 11008, 32000
 

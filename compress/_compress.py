@@ -33,7 +33,8 @@ from ._layouts import (
     stored_bits,
 )
 from ._plan import Plan, Row, start
-from ._safetensors import CODES, JOURNAL, StreamWriter, TensorSpec, require_space
+from ._safetensors import CODES, JOURNAL, TensorSpec
+from ._stream import StreamWriter, fsync_path, require_space
 from ._transforms import Transform, Weight
 
 MANIFEST = "halfulp.json"
@@ -152,7 +153,7 @@ def compress(
     if out.is_dir():
         out.rmdir()
     os.rename(partial, out)
-    _sync(out.parent)
+    fsync_path(out.parent)
     return dict(manifest)
 
 
@@ -391,14 +392,6 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 __all__ = ["CODES", "MANIFEST", "Progress", "compress", "plan_of"]

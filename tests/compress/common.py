@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from halfulp.compress._safetensors import StreamWriter, TensorSpec
+from halfulp.compress._safetensors import TensorSpec
+from halfulp.compress._stream import StreamWriter
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 COMMON = {

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from halfulp.compress import _checkpoint
 from halfulp.compress._checkpoint import open_checkpoint
-from halfulp.compress._safetensors import INDEX, JOURNAL, StreamWriter, TensorSpec
+from halfulp.compress._safetensors import INDEX, JOURNAL, TensorSpec
+from halfulp.compress._stream import StreamWriter
 
 TENSORS = {
     "model.embed.weight": torch.randn(6, 4),

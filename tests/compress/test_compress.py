@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from halfulp.compress import (
     _compress,
-    _safetensors,
+    _stream,
     chain,
     compress,
     open_checkpoint,
@@ -159,7 +159,7 @@ def test_pieces_do_not_show_in_the_bytes(tmp_path, source, monkeypatch):
 KILLED = """
 import os, signal, sys, torch
 from halfulp.compress import compress, quantize
-from halfulp.compress._safetensors import StreamWriter
+from halfulp.compress._stream import StreamWriter
 torch.set_num_threads(1)
 source, out, at, shard = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 count = 0
@@ -205,9 +205,9 @@ def test_what_was_done_is_not_done_again(tmp_path, source, undisturbed, monkeypa
     journal = (tmp_path / "out.partial" / JOURNAL).read_bytes().count(b"\n") - 1
     assert journal > 5
     written = []
-    real = _safetensors.StreamWriter.write
+    real = _stream.StreamWriter.write
     monkeypatch.setattr(
-        _safetensors.StreamWriter,
+        _stream.StreamWriter,
         "write",
         lambda self, key, *rest: (written.append(key), real(self, key, *rest))[1],
     )

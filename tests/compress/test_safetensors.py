@@ -13,26 +13,26 @@ import pytest
 import safetensors.torch
 import torch
 
-from halfulp.compress import _safetensors as st
+from halfulp.compress import _stream as stream
 from halfulp.compress._safetensors import (
     CODES,
     INDEX,
     JOURNAL,
-    StreamWriter,
+    TORCH_DTYPES,
     TensorSpec,
-    layout_shards,
     read_header,
     read_tensor,
 )
+from halfulp.compress._stream import StreamWriter, layout_shards, require_space
 
 # The package's reader does not know F8_E8M0, although its writer does.
-BOTH_WAYS = [code for code in st.TORCH_DTYPES if code != "F8_E8M0"]
+BOTH_WAYS = [code for code in TORCH_DTYPES if code != "F8_E8M0"]
 SHAPES = [(), (1,), (3,), (0,), (4, 0, 2), (5, 7), (2, 3, 5)]
 
 
 def random_tensor(code: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     """Random bits, so NaNs with payloads and negative zeros too (0 and 1 for BOOL)."""
-    dtype = st.TORCH_DTYPES[code]
+    dtype = TORCH_DTYPES[code]
     size = TensorSpec("", code, shape).nbytes
     generator = torch.Generator().manual_seed(seed)
     top = 2 if code == "BOOL" else 256
@@ -74,7 +74,7 @@ def raw_file(path: Path, header: object, data: bytes = b"") -> Path:
 
 
 def test_reads_what_the_package_writes_bit_for_bit(tmp_path: Path) -> None:
-    tensors = random_model(list(st.TORCH_DTYPES))
+    tensors = random_model(list(TORCH_DTYPES))
     path = tmp_path / "x.safetensors"
     safetensors.torch.save_file(tensors, path, metadata={"format": "pt", "note": "é"})
     entries, metadata = read_header(path)
@@ -218,7 +218,7 @@ def test_the_package_reads_what_we_write_bit_for_bit(tmp_path: Path, shard_bytes
 
 
 def test_e8m0_goes_through(tmp_path: Path) -> None:
-    if "F8_E8M0" not in st.TORCH_DTYPES:
+    if "F8_E8M0" not in TORCH_DTYPES:
         pytest.skip("this torch has no float8_e8m0fnu")
     tensor = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     write_all(tmp_path, {"s": tensor})
@@ -238,7 +238,7 @@ def test_format_entry_alignment_and_index(tmp_path: Path) -> None:
     assert sorted(files_of(tmp_path / "one")) == ["model.safetensors"]
     entries, metadata = read_header(tmp_path / "one" / "model.safetensors")
     assert metadata == {"format": "pt"}  # IO-04
-    assert all(e.offset % st.TORCH_DTYPES[e.spec.dtype].itemsize == 0 for e in entries.values())
+    assert all(e.offset % TORCH_DTYPES[e.spec.dtype].itemsize == 0 for e in entries.values())
     assert min(e.offset for e in entries.values()) % 8 == 0
 
     write_all(tmp_path / "many", tensors, 33)
@@ -286,7 +286,7 @@ def test_layout() -> None:
 
 @pytest.mark.parametrize("view", ["transposed", "strided", "expanded", "parameter", "conjugate", "wide"])
 def test_views_are_written_in_logical_order(tmp_path: Path, view: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(st, "_CHUNK", 64)  # so that small tensors go in many chunks
+    monkeypatch.setattr(stream, "_CHUNK", 64)  # so that small tensors go in many chunks
     base = torch.randn(30, 42)
     tensor = {
         "transposed": base.T,
@@ -328,6 +328,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
 import resource, sys, torch
 from pathlib import Path
 from halfulp.compress._safetensors import *
+from halfulp.compress._stream import StreamWriter
 out, rows = Path(sys.argv[1]), 50_000
 spec = TensorSpec("w", "F32", (rows, 1024))
 chunk = torch.arange(1024.).expand(1000, 1024).contiguous()
@@ -412,6 +413,7 @@ def test_two_processes(tmp_path: Path) -> None:
     code = """
 import sys
 from halfulp.compress._safetensors import *
+from halfulp.compress._stream import StreamWriter
 StreamWriter(sys.argv[1], [TensorSpec("a", "F32", (2,))], 99, "f")
 """
     writer = StreamWriter(tmp_path, [TensorSpec("a", "F32", (2,))], 99, "f")
@@ -533,6 +535,7 @@ def test_resume_after_sigkill(plan: Plan, undisturbed: dict[str, bytes], tmp_pat
     code = """
 import os, signal, sys, torch
 from halfulp.compress._safetensors import *
+from halfulp.compress._stream import StreamWriter
 groups = torch.load(sys.argv[1])
 specs = [TensorSpec(n, CODES[t.dtype], tuple(t.shape)) for g in groups.values() for n, t in g.items()]
 writer = StreamWriter(sys.argv[2], specs, 200, "f")
@@ -607,7 +610,7 @@ def test_a_full_disk_in_one_process(plan: Plan, tmp_path: Path, monkeypatch: pyt
 
 
 def test_require_space(tmp_path: Path) -> None:
-    st.require_space(tmp_path / "not" / "there" / "yet", 1000)
+    require_space(tmp_path / "not" / "there" / "yet", 1000)
     with pytest.raises(OSError, match=rf"{tmp_path}/x needs {10**18} bytes and its disk has \d+") as caught:
-        st.require_space(tmp_path / "x", 10**18)
+        require_space(tmp_path / "x", 10**18)
     assert caught.value.errno == errno.ENOSPC

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from halfulp.eval import _findings as findings
+from halfulp.eval import _layers as pictures
 from halfulp.eval import _plots as plots
 from halfulp.eval import _report as page
 from halfulp.eval._record import (
@@ -302,13 +304,13 @@ def test_wide_error_bars_take_every_claim_away(tmp_path: Path) -> None:
     assert "No recipe has a KL shown to be below 0.1 nats/token." in text
     assert "Lowest KL: w8-channel (0.05 ± 0.08 nats/token); no difference shown from" in text
     assert "higher by" not in text
-    assert not any(page.beaten(row, page.rows_of(wide)) for row in page.rows_of(wide))
+    assert not any(findings.beaten(row, findings.rows_of(wide)) for row in findings.rows_of(wide))
 
 
 def test_a_difference_is_claimed_where_the_intervals_part(tmp_path: Path) -> None:
     good, bad = score(0, kl=E(value=0.02, se=0.001)), score(1, kl=E(value=0.05, se=0.001))
-    rows = page.rows_of([good, bad])
-    assert [page.beaten(row, rows) for row in rows] == [False, True]  # w8-g128 is larger too
+    rows = findings.rows_of([good, bad])
+    assert [findings.beaten(row, rows) for row in rows] == [False, True]  # w8-g128 is larger too
     assert "its interval wholly below the others’" in made(tmp_path, [good, bad])[1]
 
 
@@ -316,7 +318,7 @@ def test_a_value_without_an_error_bar_is_shown_but_not_ranked(tmp_path: Path) ->
     _, text = made(tmp_path, [score(0, kl=E(value=1e-9)), record(1)])
     assert "A KL without an error bar is shown but not ranked." in text
     assert "Only w8-g128 (0.00105 ± 0.00006 nats/token) has a KL with an error bar." in text
-    rows = page.rows_of([score(0, kl=E(value=1e-9)), record(1)])
+    rows = findings.rows_of([score(0, kl=E(value=1e-9)), record(1)])
     assert [line["mark"] for line in page.table_of(rows, {})] == ["", "", "filled"]
 
 
@@ -335,9 +337,9 @@ def test_an_emulated_path_claims_no_speed_up(tmp_path: Path, path: str, claim: b
 
 
 def test_times_are_compared_to_their_own_baseline_by_interval() -> None:
-    assert page.time_note(timing(1.0, 0.05), timing(1.08, 0.05)) == "no difference shown"
-    assert page.time_note(timing(1.0, 0.01), timing(2.0, 0.01)) == "0.50× baseline"
-    assert page.time_note(timing(1.0), None) == ""
+    assert findings.time_note(timing(1.0, 0.05), timing(1.08, 0.05)) == "no difference shown"
+    assert findings.time_note(timing(1.0, 0.01), timing(2.0, 0.01)) == "0.50× baseline"
+    assert findings.time_note(timing(1.0), None) == ""
 
 
 def test_an_unstable_time_is_marked_with_its_reason(tmp_path: Path) -> None:
@@ -477,7 +479,7 @@ def tensor(name: str, error: float | None = 0.1, action: str = "int4", shape: tu
 
 def test_experts_share_a_cell_that_shows_the_worst_of_them() -> None:
     names = [f"model.layers.2.mlp.experts.{i}.up_proj.weight" for i in range(4)]
-    strip = page.strip_of(page.Row("r", record(), [tensor(n, 0.1 + i / 10) for i, n in enumerate(names)]))
+    strip = pictures.strip_of(findings.Row("r", record(), [tensor(n, 0.1 + i / 10) for i, n in enumerate(names)]))
     assert "worst of 4: relative error 0.4000" in strip["svg"]
     assert strip["worst"][0][:2] == ("model.layers.2.mlp.experts.3.up_proj", "0.4000")
 
@@ -489,7 +491,7 @@ def test_modules_of_one_name_in_two_places_keep_apart() -> None:
         "decoder.layers.cross.q",
         "decoder.layers.mlp.up",
     }
-    assert set(page._short_kinds(kinds).values()) == {
+    assert set(pictures._short_kinds(kinds).values()) == {
         "encoder.layers.attn.q",
         "decoder.layers.attn.q",
         "cross.q",
@@ -498,7 +500,7 @@ def test_modules_of_one_name_in_two_places_keep_apart() -> None:
 
 
 def test_a_star_never_stands_alone() -> None:
-    assert page._short_kinds({"l.experts.*.down", "l.shared.down"})["l.experts.*.down"] == "experts.*.down"
+    assert pictures._short_kinds({"l.experts.*.down", "l.shared.down"})["l.experts.*.down"] == "experts.*.down"
 
 
 def test_kept_unknown_and_unnumbered_tensors() -> None:
@@ -511,7 +513,7 @@ def test_kept_unknown_and_unnumbered_tensors() -> None:
         tensor("lm_head.weight", 0.05, "int8"),
         tensor("embed.weight", 0.0, "keep"),
     ]
-    strip = page.strip_of(page.Row("r", record(), tensors))
+    strip = pictures.strip_of(findings.Row("r", record(), tensors))
     assert [strip["svg"].count(f'<rect class="{kind}"') for kind in ("kept", "unknown")] == [
         2,
         3,
@@ -572,7 +574,7 @@ def test_labels_never_cover_each_other_or_a_marker_and_give_up_when_full() -> No
     ],
 )
 def test_numbers_are_cut_to_what_their_error_bears(value: float, se: float | None, text: str) -> None:
-    assert page.plus_minus(E(value=value, se=se)).replace("\xa0", " ") == text
+    assert findings.plus_minus(E(value=value, se=se)).replace("\xa0", " ") == text
 
 
 # --- in a browser ------------------------------------------------------------------------------------------
