@@ -50,7 +50,8 @@ class RecipeId(_Frozen):
 class Size(_Frozen):
     """What the model takes.
 
-    `bytes_on_disk`: every file of the checkpoint's weights. `weight_bytes`: all tensors in them.
+    `bytes_on_disk`: every file of the checkpoint's weights; of a GGUF file, what its weights take as read and
+    scored. `weight_bytes`: all tensors in them.
     `bits_per_weight`: over the compressed tensors only, with scales, zero points and metadata; None where no
     tensor is compressed. `bits_per_parameter`: over the whole model.
     """

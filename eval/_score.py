@@ -183,7 +183,7 @@ def score(
         accuracy=_accuracy_record(result, source, settings, bos),
         latency=latency,
         baseline_latency=baseline.latency if baseline else None,
-        notes=list(manifest["notes"]) if manifest else [],
+        notes=[*(manifest["notes"] if manifest else []), *(packed_note(reference) if reference else [])],
     )
 
 
@@ -257,18 +257,36 @@ def recipe_id(manifest: dict[str, Any] | None) -> RecipeId | None:
 
 
 def size_of(checkpoint: Checkpoint, manifest: dict[str, Any] | None) -> Size:
-    """Bytes and bits of a checkpoint, scales and shapes counted."""
+    """Bytes and bits of a checkpoint, scales and shapes counted.
+
+    A file that is packed tighter than its tensors are read (GGUF) counts as what is read and scored.
+    """
     weight_bytes = sum(spec.nbytes for spec in checkpoint.tensors.values())
     entries = [e for e in (manifest or {"tensors": {}})["tensors"].values() if "format" in e]
     quantized = sum(prod(e["shape"]) for e in entries)
     bits = sum(e["bits_per_weight"] * prod(e["shape"]) for e in entries)
     return Size(
-        bytes_on_disk=sum(path.stat().st_size for path in checkpoint.weight_files),
+        bytes_on_disk=max(weight_bytes, _file_bytes(checkpoint)),
         weight_bytes=weight_bytes,
         quantized_parameters=quantized,
         bits_per_weight=bits / quantized if quantized else None,
         bits_per_parameter=8 * weight_bytes / parameters_of(checkpoint, manifest),
     )
+
+
+def _file_bytes(checkpoint: Checkpoint) -> int:
+    return sum(path.stat().st_size for path in checkpoint.weight_files)
+
+
+def packed_note(checkpoint: Checkpoint) -> list[str]:
+    """A remark on a baseline whose own file is smaller than the weights that are scored."""
+    packed, read = _file_bytes(checkpoint), sum(spec.nbytes for spec in checkpoint.tensors.values())
+    if packed >= read:
+        return []
+    return [
+        f"the baseline's own file is quantized and takes {packed / 1e6:.1f} MB; its size here is that of the "
+        f"weights as they are read and scored, {read / 1e6:.1f} MB"
+    ]
 
 
 def tensor_results(manifest: dict[str, Any] | None) -> list[TensorResult]:

@@ -109,7 +109,7 @@ def _compress_record(checkpoint: Any, out: Path, manifest: dict[str, Any], secon
     from ..compress import open_checkpoint
     from ..eval import Record
     from ..eval._record import environment, peak_rss_bytes
-    from ..eval._score import model_id, recipe_id, size_of, tensor_results
+    from ..eval._score import model_id, packed_note, recipe_id, size_of, tensor_results
 
     versions, machine = environment()
     written = open_checkpoint(out)
@@ -128,7 +128,7 @@ def _compress_record(checkpoint: Any, out: Path, manifest: dict[str, Any], secon
         size=size_of(written, manifest),
         baseline_size=size_of(checkpoint, None),
         tensors=tensor_results(manifest),
-        notes=list(manifest["notes"]),
+        notes=[*manifest["notes"], *packed_note(checkpoint)],
     )
 
 
