@@ -6,8 +6,6 @@ import pkgutil
 
 import pytest
 
-import halfulp
-
 
 def modules():
     yield "halfulp"
