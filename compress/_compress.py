@@ -38,6 +38,7 @@ from ._stream import StreamWriter, fsync_path, require_space
 from ._transforms import Transform, Weight
 
 MANIFEST = "halfulp.json"
+RUINED = 0.5  # a relative error above this is remarked on
 SHARD_BYTES = 5 * 10**9
 _CHUNK_BYTES = 1 << 21  # source bytes that one thread works on at a time
 _ROWS = 32  # zero points are packed along the rows, 32 at a time
@@ -137,6 +138,8 @@ def compress(
     run = _hash([_shapes(checkpoint), checkpoint.config, *facts])
     partial = out.with_name(out.name + ".partial")
     if not _complete(partial, run, checkpoint):
+        if partial.exists() and not (partial / JOURNAL).exists() and (not partial.is_dir() or any(partial.iterdir())):
+            raise ValueError(f"{partial} is no unfinished run of this: delete it or pass another -o")
         with _writer(partial, specs, shard_bytes, _hash([checkpoint.identity(), run])) as writer:
             _write_all(checkpoint, plan, transform, chosen, writer, progress)
             manifest = _manifest(checkpoint, plan, chosen, writer.done, recipe, run)
@@ -342,6 +345,14 @@ def _manifest(
 ) -> dict[str, Any]:
     content = _content(notes[row.name]["sha256"] for row in plan.rows)
     formats = {str(row.weights): row.weights for row in plan.rows if row.weights is not None}
+    ruined = [row for row in plan.rows if row.weights is not None and notes[row.name]["relative_error"] > RUINED]
+    remarks = list(plan.notes)
+    if ruined:
+        worst = max(ruined, key=lambda row: notes[row.name]["relative_error"])
+        remarks.append(
+            f"{len(ruined)} tensors lost more than half of their norm (worst {worst.name}, relative error "
+            f"{notes[worst.name]['relative_error']:.2f}): a format without a scale, such as int4 for int4:channel?"
+        )
     tensors = {}
     for row in plan.rows:
         entry: dict[str, Any] = {"shape": list(row.spec.shape), "dtype": row.spec.dtype, "kind": row.kind}
@@ -367,7 +378,7 @@ def _manifest(
         "how_to_decode": HOW_TO_DECODE,
         "formats": {name: described(fmt) for name, fmt in formats.items()},
         "kv": None if plan.kv is None else str(plan.kv),
-        "notes": list(plan.notes),
+        "notes": remarks,
         "tensors": tensors,
     }
 

@@ -307,6 +307,9 @@ def report(records: Sequence[Record], out: Path, title: str = "halfulp report") 
     """
     from jinja2 import Environment, StrictUndefined
 
+    special = Path(out).exists() and not Path(out).is_file() and not Path(out).is_dir()  # such as /dev/null
+    if special or (Path(out).is_file() and Path(out).suffix == ".json"):
+        raise ValueError(f"{out} is there already and is no report: pass another -o")
     if not records:
         raise ValueError("no records to report on; give the ones that `halfulp compress` or `halfulp score` wrote")
     groups = groups_of(rows_of(records))

@@ -167,7 +167,7 @@ def score(
     versions, machine = environment()
     return Record(
         kind="score",
-        name=Path(str(candidate)).name or str(candidate),
+        name=Path(candidate).resolve().name if Path(candidate).exists() else Path(candidate).name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=list(command),
         versions=versions,

@@ -40,8 +40,9 @@ def _bar(what: str) -> Iterator[Any]:
     if sys.stderr.isatty():
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-        with Progress(*columns, TextColumn("{task.fields[note]}"), console=_console(stderr=True)) as bars:
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
+        rest = (TimeRemainingColumn(), TextColumn("{task.fields[note]}", markup=False))
+        with Progress(*columns, *rest, console=_console(stderr=True)) as bars:
             task = bars.add_task(what, total=None, note="")
             yield lambda done, total, note="": bars.update(task, completed=done, total=total, note=note)
         return
@@ -80,18 +81,23 @@ def compress(
         return
     if out is None:
         raise ValueError("name the output directory with -o, or pass --plan to see what would be done")
-    if shard_gb <= 0:
-        raise ValueError(f"--shard-gb {shard_gb}: give a size above 0")
-    with _bar(f"{parsed.name}") as bar:
-        manifest = run(
-            checkpoint,
-            parsed.transform(),
-            out,
-            recipe=identity,
-            layout=layout,
-            shard_bytes=int(shard_gb * 10**9),
-            progress=lambda p: bar(p.done, p.total, p.name),
-        )
+    if not 0 < shard_gb < 1e6:
+        raise ValueError(f"--shard-gb {shard_gb}: give a size above 0 and below a million")
+    _check_runs(runs)
+    try:
+        with _bar(f"{parsed.name}") as bar:
+            manifest = run(
+                checkpoint,
+                parsed.transform(),
+                out,
+                recipe=identity,
+                layout=layout,
+                shard_bytes=int(shard_gb * 10**9),
+                progress=lambda p: bar(p.done, p.total, p.name),
+            )
+    except KeyboardInterrupt:
+        print(f"stopped; run the same command again to go on from {out}.partial", file=sys.stderr)
+        raise typer.Exit(130) from None
     seconds = time.monotonic() - started
     record = _compress_record(checkpoint, out, manifest, seconds)
     path = _write(record, runs, f"{out.name}.compress.json")
@@ -132,6 +138,18 @@ def _compress_record(checkpoint: Any, out: Path, manifest: dict[str, Any], secon
     )
 
 
+def _check_runs(runs: Path) -> None:
+    """A place for the record that cannot be one is found out before the work, not after it."""
+    if any(path.exists() and not path.is_dir() for path in (runs, *runs.parents)):
+        raise ValueError(f"--runs {runs}: that is no directory; name one for the run's record")
+
+
+def _name(model: str) -> str:
+    """What a candidate is called in records: the last part of its path."""
+    path = Path(model)
+    return path.resolve().name if path.exists() else path.name or model
+
+
 def _write(record: Any, runs: Path, name: str) -> Path:
     from ..eval import write_record
 
@@ -145,14 +163,14 @@ def score(
     models: Annotated[list[str], typer.Argument(help="Compressed (or plain) checkpoints.")],
     baseline: Annotated[str | None, typer.Option(help="The uncompressed model to compare with.")] = None,
     text: Annotated[str, typer.Option(help="A file, a datasets id, or embedded.")] = "embedded",
-    window: Annotated[int, typer.Option(help="Tokens in a window.")] = 512,
-    stride: Annotated[int | None, typer.Option(help="Tokens between windows (default: disjoint).")] = None,
-    windows: Annotated[int, typer.Option(help="How many windows, evenly spread; 0 for the whole text.")] = 8,
+    window: Annotated[int, typer.Option(help="Tokens in a window.", min=2)] = 512,
+    stride: Annotated[int | None, typer.Option(help="Tokens between windows (default: disjoint).", min=1)] = None,
+    windows: Annotated[int, typer.Option(help="How many windows, evenly spread; 0 for the whole text.", min=0)] = 8,
     latency: Annotated[bool, typer.Option(help="Also time prefill and decode.")] = True,
-    prompt: Annotated[int, typer.Option(help="Tokens of the timed prompt.")] = 128,
-    new: Annotated[int, typer.Option(help="Tokens of the timed decoding.")] = 8,
-    repeats: Annotated[int, typer.Option(help="Timed repeats.")] = 7,
-    threads: Annotated[int | None, typer.Option(help="Torch threads while timing.")] = None,
+    prompt: Annotated[int, typer.Option(help="Tokens of the timed prompt.", min=1)] = 128,
+    new: Annotated[int, typer.Option(help="Tokens of the timed decoding.", min=1)] = 8,
+    repeats: Annotated[int, typer.Option(help="Timed repeats.", min=1)] = 7,
+    threads: Annotated[int | None, typer.Option(help="Torch threads while timing.", min=1, max=1024)] = None,
     runs: _Runs = RUNS,
 ) -> None:
     """Accuracy against a baseline, size, and measured latency."""
@@ -160,12 +178,16 @@ def score(
     from ..eval import score as run
 
     settings = Settings(text, window, stride, windows or None, latency, prompt, new, repeats, threads)
+    _check_runs(runs)
+    names = [_name(model) for model in models]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"two of the models are called {twice}, and so would be their records: score them apart")
     base = None
     if baseline is not None:
         with _bar(f"baseline {baseline}") as bar:
             base = load_baseline(baseline, settings, lambda what, done, total: bar(done, total, what))
     for model in models:
-        name = Path(model).name
+        name = _name(model)
         with _bar(name) as bar:
             record = run(
                 model,
@@ -256,6 +278,9 @@ def recipes(
 
 def main() -> None:
     """Run the command line; a user's error is one sentence on standard error and exit code 1."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal without ± gets a question mark, not an error
     try:
         app()
     except (ValueError, OSError, ImportError) as error:
@@ -267,8 +292,8 @@ def main() -> None:
 
 
 def _one_line(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else " ".join(error.strerror.split())
     return " ".join(str(error).split())
 
 

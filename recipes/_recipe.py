@@ -92,7 +92,16 @@ class Recipe(_Strict):
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which numbers are decimal: YAML 1.1 reads 2:4 as 124, base 60."""
+    """Safe YAML in which numbers are decimal, for YAML 1.1 reads 2:4 as 124, and no key stands twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping; a key that stands twice is an error, where plain YAML takes the last."""
+        keys = [key.value for key, _ in node.value]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            mark = node.start_mark
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice} stands twice", mark)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.yaml_implicit_resolvers = {

@@ -134,6 +134,32 @@ def test_bad_input_gets_one_sentence_and_leaves_nothing(model, tmp_path):
     assert not (tmp_path / "r.html").exists()
 
 
+def test_work_is_not_lost_to_a_slip(model, tmp_path):
+    """Records that would overwrite each other, a place that is no directory, an output that is not ours."""
+    (tmp_path / "file").write_text("x")
+    refused(halfulp("compress", model, "-r", "fp8", "-o", tmp_path / "o", "--runs", tmp_path / "file"), "no directory")
+    refused(halfulp("score", model, model, "--runs", tmp_path / "runs"), "two of the models are called tiny")
+    refused(halfulp("report", tmp_path, "-o", tmp_path / "file.json"), "no halfulp record")
+    partial = tmp_path / "o.partial"
+    partial.mkdir()
+    (partial / "precious.txt").write_text("x")
+    refused(
+        halfulp("compress", model, "-r", "fp8", "-o", tmp_path / "o"),
+        "no unfinished run of this: delete it or pass another -o",
+    )
+    assert [path.name for path in partial.iterdir()] == ["precious.txt"]
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_format_that_ruins_the_model_is_remarked_on(model, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("name: x\nsteps:\n  - quantize: {weights: int4}\n")
+    made = halfulp("compress", model, "-r", recipe, "-o", tmp_path / "o", "--runs", tmp_path / "runs")
+    assert made.returncode == 0, made.stderr
+    assert "14 tensors lost more than half of their norm" in made.stdout
+    assert "a format without a scale" in made.stdout
+
+
 def test_formats_and_recipes_are_shown():
     listed = halfulp("formats")
     assert listed.returncode == 0, listed.stderr

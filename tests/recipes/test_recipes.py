@@ -77,6 +77,7 @@ def test_two_steps_and_a_sparsity_that_yaml_would_read_as_124(tmp_path):
         ("name: x\nsteps:\n  - quantize: {weights: int8:channel, ragged: pad}\n", "steps.0.quantize.ragged"),
         ("- a\n- b\n", "the recipe should be a mapping of name, description, steps"),
         ("name: [\n", "is no YAML"),
+        ("name: x\nname: y\nsteps: []\n", "the key name stands twice"),
         ("", "the recipe should be a mapping"),
         ("name: !!python/object/apply:os.system ['true']\n", "is no YAML"),
     ],
