@@ -3,7 +3,7 @@
 The safetensors package maps a whole file, so its touched pages count as resident memory. Here a tensor is
 read into its own buffer.
 
-Format: https://huggingface.co/docs/safetensors (8-byte little-endian header length, JSON, then the data).
+Format (the safetensors README): 8-byte little-endian header length, JSON, then the data.
 """
 
 import json
