@@ -4,9 +4,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ._checkpoint import Checkpoint, open_checkpoint
-from ._compress import MANIFEST, Progress, compress, plan_of
-from ._load import load, manifest_of
+from ._checkpoint import Checkpoint, open_checkpoint, short_name
+from ._compress import Progress, compress, plan_of
+from ._load import load
+from ._manifest import MANIFEST, manifest_of
 from ._plan import Plan, Row
 from ._transforms import Chain, Prune, Quantize, Transform, Weight, chain, prune, quantize
 
@@ -29,6 +30,7 @@ __all__ = [
     "plan_of",
     "prune",
     "quantize",
+    "short_name",
 ]
 
 

@@ -133,6 +133,12 @@ def _open(source: str, path: Path, entries: dict[str, tuple[Path, Entry]], index
     )
 
 
+def short_name(source: str | Path) -> str:
+    """`short_name("/data/out/") == "out"`: of a path the last part, anything else as it is."""
+    path = Path(source)
+    return path.resolve().name if path.exists() else str(source)
+
+
 def _refuse_unfinished(folder: Path) -> None:
     if (folder / JOURNAL).exists():
         raise ValueError(f"{folder} is the unfinished output of a run: finish that run, or delete it")

@@ -24,36 +24,24 @@ from ._checkpoint import Checkpoint, open_checkpoint
 from ._layouts import (
     caution,
     choose,
-    described,
     quantization_config,
     rowwise,
     runtime_dtype,
     store,
     stored,
-    stored_bits,
 )
+from ._manifest import MANIFEST, content_hash, manifest_for
 from ._plan import Plan, Row, start
-from ._safetensors import CODES, JOURNAL, TensorSpec
+from ._safetensors import JOURNAL, TensorSpec
 from ._stream import StreamWriter, fsync_path, require_space
 from ._transforms import Transform, Weight
 
-MANIFEST = "halfulp.json"
-RUINED = 0.5  # a relative error above this is remarked on
 SHARD_BYTES = 5 * 10**9
 _CHUNK_BYTES = 1 << 21  # source bytes that one thread works on at a time
 _ROWS = 32  # zero points are packed along the rows, 32 at a time
 
 A = TypeVar("A")
 B = TypeVar("B")
-
-HOW_TO_DECODE = (
-    "A tensor in the halfulp layout is NAME.codes (uint8: codes of the element format packed along the last axis, "
-    "least significant bit first, each row starting a byte), NAME.scale (codes of the scale format, packed alike, "
-    "one for each block along 'axis'), and where the format has them NAME.zero_point (codes of the element format, "
-    "one a block) and NAME.tensor_scale (float32). A number is (code - zero_point) * scale * tensor_scale, where "
-    "codes stand for the numbers they encode: sign | exponent | mantissa for a Float, two's complement times "
-    "2**-fraction for Fixed and Int, values[code] for a Codebook. The last block of an axis may be short."
-)
 
 
 @dataclass(frozen=True)
@@ -121,18 +109,18 @@ def compress(
     if not any(row.touched for row in plan.rows) and plan.kv is None:
         raise ValueError("the recipe touches no tensor of this model: see the plan, and its ignore patterns")
     chosen, why = choose(plan, layout)
-    if why:
-        plan = replace(plan, notes=(*plan.notes, f"written in the halfulp layout: {why}"))
-    if plan.kv is not None:
-        note = f"KV cache in {plan.kv}: emulated by halfulp.load, and not known to other readers of the output"
-        plan = replace(plan, notes=(*plan.notes, note))
-    if warning := caution(plan, chosen):
-        plan = replace(plan, notes=(*plan.notes, warning))
     dtype = runtime_dtype(plan, chosen)
     given = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype"))
+    remarks = []
+    if why:
+        remarks.append(f"written in the halfulp layout: {why}")
+    if plan.kv is not None:
+        remarks.append(f"KV cache in {plan.kv}: emulated by halfulp.load, and not known to other readers of the output")
+    if warning := caution(plan, chosen):
+        remarks.append(warning)
     if dtype not in (None, given):
-        note = f"config.json says {dtype}, not {given}: transformers decodes this layout to {dtype}"
-        plan = replace(plan, notes=(*plan.notes, note))
+        remarks.append(f"config.json says {dtype}, not {given}: transformers decodes this layout to {dtype}")
+    plan = replace(plan, notes=(*plan.notes, *remarks))
     specs = [spec for row in plan.rows for spec in stored(row, chosen)]
     facts = [version("halfulp"), str(plan), repr(plan.rows), repr(plan.kv), chosen, shard_bytes, dict(recipe or {})]
     run = _hash([_shapes(checkpoint), checkpoint.config, *facts])
@@ -140,9 +128,9 @@ def compress(
     if not _complete(partial, run, checkpoint):
         if partial.exists() and not (partial / JOURNAL).exists() and (not partial.is_dir() or any(partial.iterdir())):
             raise ValueError(f"{partial} is no unfinished run of this: delete it or pass another -o")
-        with _writer(partial, specs, shard_bytes, _hash([checkpoint.identity(), run])) as writer:
+        with _writing(partial, specs, shard_bytes, _hash([checkpoint.identity(), run])) as writer:
             _write_all(checkpoint, plan, transform, chosen, writer, progress)
-            manifest = _manifest(checkpoint, plan, chosen, writer.done, recipe, run)
+            manifest = manifest_for(checkpoint, plan, chosen, writer.done, recipe, run)
             checkpoint.copy_side_files(partial)
             config = dict(checkpoint.config)
             if quantization := quantization_config(plan, chosen):
@@ -160,30 +148,28 @@ def compress(
     return dict(manifest)
 
 
-class _writer:  # a context, named like a function
+@contextmanager
+def _writing(partial: Path, specs: list[TensorSpec], shard_bytes: int, fingerprint: str) -> Iterator[StreamWriter]:
     """A `StreamWriter` that lets go of its directory on the way out, with room on the disk checked first."""
-
-    def __init__(self, partial: Path, specs: list[TensorSpec], shard_bytes: int, fingerprint: str) -> None:
-        fresh = not partial.exists()
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        self.writer = StreamWriter(partial, specs, shard_bytes, fingerprint)
+    fresh = not partial.exists()
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    writer = StreamWriter(partial, specs, shard_bytes, fingerprint)
+    try:
         try:
-            require_space(partial, self.writer.remaining)
+            require_space(partial, writer.remaining)
         except OSError:
-            self.writer.close()
             if fresh:
                 shutil.rmtree(partial)
             raise
-
-    def __enter__(self) -> StreamWriter:
-        return self.writer
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.writer.close()
-        if isinstance(error, OSError) and error.strerror == os.strerror(errno.ENOSPC):  # of the small files
-            place = self.writer.directory
-            message = f"the disk of {place} is full: free some space, then run the same command again to go on"
-            raise OSError(errno.ENOSPC, message) from error
+        yield writer
+    except OSError as error:
+        if error.strerror != os.strerror(errno.ENOSPC):
+            raise
+        # of the small files, which the writer knows nothing of
+        message = f"the disk of {partial} is full: free some space, then run the same command again to go on"
+        raise OSError(errno.ENOSPC, message) from error
+    finally:
+        writer.close()
 
 
 def _complete(partial: Path, run: str, checkpoint: Checkpoint) -> bool:
@@ -196,7 +182,7 @@ def _complete(partial: Path, run: str, checkpoint: Checkpoint) -> bool:
     except (OSError, ValueError, KeyError, TypeError):
         return False
     # the run knows names, shapes and recipe; that the numbers are the same takes a look at them
-    return bool(same) and content == _content(_hashed(checkpoint, spec) for spec in checkpoint.tensors.values())
+    return bool(same) and content == content_hash(_hashed(checkpoint, spec) for spec in checkpoint.tensors.values())
 
 
 def _write_all(
@@ -247,10 +233,6 @@ def _hashed(checkpoint: Checkpoint, spec: TensorSpec) -> str:
     for piece in _pieces(checkpoint, spec):
         digest.update(_bytes(piece))
     return str(digest.hexdigest())
-
-
-def _content(hashes: Iterable[str]) -> str:
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def _compressed(
@@ -335,60 +317,6 @@ def _squares(a: torch.Tensor) -> float:
     return float(torch.dot(a.double(), a.double()))  # squares out of float32's range, or none at all
 
 
-def _manifest(
-    checkpoint: Checkpoint,
-    plan: Plan,
-    layout: str | None,
-    notes: Mapping[str, Any],
-    recipe: Mapping[str, str] | None,
-    run: str,
-) -> dict[str, Any]:
-    content = _content(notes[row.name]["sha256"] for row in plan.rows)
-    formats = {str(row.weights): row.weights for row in plan.rows if row.weights is not None}
-    ruined = [row for row in plan.rows if row.weights is not None and notes[row.name]["relative_error"] > RUINED]
-    remarks = list(plan.notes)
-    if ruined:
-        worst = max(ruined, key=lambda row: notes[row.name]["relative_error"])
-        remarks.append(
-            f"{len(ruined)} tensors lost more than half of their norm (worst {worst.name}, relative error "
-            f"{notes[worst.name]['relative_error']:.2f}): a format without a scale, such as int4 for int4:channel?"
-        )
-    tensors = {}
-    for row in plan.rows:
-        entry: dict[str, Any] = {"shape": list(row.spec.shape), "dtype": row.spec.dtype, "kind": row.kind}
-        entry["action"] = row.action
-        if row.weights is not None:
-            entry["format"] = str(row.weights)
-            entry["stored"] = [spec.name for spec in stored(row, layout)]
-        if row.activations is not None:
-            entry["activations"] = str(row.activations)
-        if row.touched:
-            entry["relative_error"] = notes[row.name]["relative_error"]
-            entry["zeros"] = notes[row.name]["zeros"]
-        entry["bits_per_weight"] = stored_bits(row, layout)
-        if text := row.note or row.reason:
-            entry["why"] = text
-        tensors[row.name] = entry
-    return {
-        "halfulp": version("halfulp"),
-        "run": run,
-        "source": {"name": _name(checkpoint), "sha256": content},
-        "recipe": dict(recipe or {}),
-        "layout": layout or "plain",
-        "how_to_decode": HOW_TO_DECODE,
-        "formats": {name: described(fmt) for name, fmt in formats.items()},
-        "kv": None if plan.kv is None else str(plan.kv),
-        "notes": remarks,
-        "tensors": tensors,
-    }
-
-
-def _name(checkpoint: Checkpoint) -> str:
-    """The source as given, but of a path only the last part: where it lay is no property of the output."""
-    path = Path(checkpoint.source)
-    return path.resolve().name if path.exists() else checkpoint.source
-
-
 def _shapes(checkpoint: Checkpoint) -> list[Any]:
     return [[spec.name, spec.dtype, list(spec.shape)] for spec in checkpoint.tensors.values()]
 
@@ -403,6 +331,3 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-__all__ = ["CODES", "MANIFEST", "Progress", "compress", "plan_of"]

@@ -23,15 +23,13 @@ from ..numerics import (
     unpack_quantized,
 )
 from ._plan import Plan, Row, divides
-from ._safetensors import TensorSpec
+from ._safetensors import TORCH_DTYPES, TensorSpec
 
 OURS, THEIRS = "halfulp", "compressed-tensors"
 
 _E8M0, _E4M3, _FP32 = format("e8m0"), format("e4m3fn"), format("fp32")
 # a scale's format as the dtype of a stored tensor; e8m0 goes as bytes
 _SCALES = {_FP32: "F32", format("bf16"): "BF16", format("fp16"): "F16", _E4M3: "F8_E4M3", _E8M0: "U8"}
-_VIEWS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn}
-_VIEWS |= {"U8": torch.uint8, "I8": torch.int8, "I32": torch.int32}
 # microscaling elements and the layout's name for them
 _MX = {_E4M3: "mxfp8-quantized", format("e2m3"): "mxfp6-pack-quantized", format("e2m1"): "mxfp4-pack-quantized"}
 
@@ -205,10 +203,10 @@ def store(codes: Quantized | torch.Tensor, row: Row, layout: str | None) -> dict
     for spec in specs:
         part = spec.name.removeprefix(row.module + ".")
         if part == "weight_scale":
-            scale = q.scale.contiguous().view(_VIEWS[spec.dtype])
+            scale = q.scale.contiguous().view(TORCH_DTYPES[spec.dtype])
             out[spec.name] = scale.reshape(1) if q.format.size == "tensor" else scale
         elif part == "weight":
-            out[spec.name] = q.codes.contiguous().view(_VIEWS[spec.dtype])
+            out[spec.name] = q.codes.contiguous().view(TORCH_DTYPES[spec.dtype])
         elif part == "weight_global_scale":
             assert q.tensor_scale is not None
             out[spec.name] = (1 / q.tensor_scale.double()).float().reshape(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,25 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..numerics import Format, cast, decode, format
 from ._checkpoint import Checkpoint, open_checkpoint
-from ._compress import MANIFEST
 from ._layouts import restore, row_of
+from ._manifest import MANIFEST, manifest_of
 from ._safetensors import TensorSpec, some_names
-
-
-def manifest_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """The halfulp.json of an output of ours, None for any other checkpoint.
-
-    Raises ValueError for a damaged one.
-    """
-    path = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    if not (path / MANIFEST).is_file():
-        return None
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        manifest["tensors"], manifest["layout"], manifest["source"]  # the keys that must be there
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path / MANIFEST} is damaged ({error}): compress the model again") from None
-    return dict(manifest)
 
 
 def tensors(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:

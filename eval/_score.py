@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..compress import Checkpoint, load, manifest_of, open_checkpoint
+from ..compress import Checkpoint, load, manifest_of, open_checkpoint, short_name
 from . import _accuracy, _latency
 from ._record import (
     Accuracy,
@@ -167,7 +167,7 @@ def score(
     versions, machine = environment()
     return Record(
         kind="score",
-        name=Path(candidate).resolve().name if Path(candidate).exists() else Path(candidate).name,
+        name=Path(short_name(candidate)).name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=list(command),
         versions=versions,

@@ -144,12 +144,6 @@ def _check_runs(runs: Path) -> None:
         raise ValueError(f"--runs {runs}: that is no directory; name one for the run's record")
 
 
-def _name(model: str) -> str:
-    """What a candidate is called in records: the last part of its path."""
-    path = Path(model)
-    return path.resolve().name if path.exists() else path.name or model
-
-
 def _write(record: Any, runs: Path, name: str) -> Path:
     from ..eval import write_record
 
@@ -174,20 +168,20 @@ def score(
     runs: _Runs = RUNS,
 ) -> None:
     """Accuracy against a baseline, size, and measured latency."""
+    from ..compress import short_name
     from ..eval import Settings, load_baseline
     from ..eval import score as run
 
     settings = Settings(text, window, stride, windows or None, latency, prompt, new, repeats, threads)
     _check_runs(runs)
-    names = [_name(model) for model in models]
+    names = [Path(short_name(model)).name for model in models]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"two of the models are called {twice}, and so would be their records: score them apart")
     base = None
     if baseline is not None:
         with _bar(f"baseline {baseline}") as bar:
             base = load_baseline(baseline, settings, lambda what, done, total: bar(done, total, what))
-    for model in models:
-        name = _name(model)
+    for model, name in zip(models, names):
         with _bar(name) as bar:
             record = run(
                 model,
