@@ -57,6 +57,10 @@ class Numpy:
         return np.asarray(values, dtype=dtype)
 
     @staticmethod
+    def iota(n: int, like: Array) -> Array:
+        return np.arange(n, dtype=np.int32)
+
+    @staticmethod
     def searchsorted(table: Array, x: Array) -> Array:
         return np.searchsorted(table, x, side="left")
 
@@ -126,6 +130,9 @@ class Jax:
     def constant(self, values: Any, dtype: Any, like: Array) -> Array:
         return self.jnp.asarray(np.asarray(values, dtype=np.dtype(dtype)))
 
+    def iota(self, n: int, like: Array) -> Array:
+        return self.jnp.arange(n, dtype=self.jnp.int32)
+
     def searchsorted(self, table: Array, x: Array) -> Array:
         return self.jnp.searchsorted(table, x, side="left")
 
@@ -188,6 +195,9 @@ class Torch:
 
     def constant(self, values: Any, dtype: Any, like: Array) -> Array:
         return self.torch.as_tensor(values, dtype=dtype, device=like.device)
+
+    def iota(self, n: int, like: Array) -> Array:
+        return self.torch.arange(n, dtype=self.torch.int32, device=like.device)
 
     def searchsorted(self, table: Array, x: Array) -> Array:
         return self.torch.searchsorted(table, x.contiguous(), right=False)

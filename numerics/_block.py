@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ._backend import Array, Backend, Numpy
-from ._codec import decode_scalar, encode_codebook, encode_parts, join, narrow_codes, significand, whole
+from ._codec import (
+    SATURATE,
+    Rounding,
+    decode_scalar,
+    encode_codebook,
+    encode_parts,
+    join,
+    narrow_codes,
+    significand,
+    whole,
+)
 from ._format import Block, Fixed, Float, min_positive_code
 from ._parts import (
     FAR,
@@ -27,6 +37,7 @@ from ._parts import (
     split,
     split_bits,
 )
+from ._policy import Policy
 from ._scales import SCALE_RULES
 
 
@@ -97,9 +108,9 @@ def tensor_scale(xp: Backend, bounds: tuple[Array, ...], fmt: Block) -> Array | 
     amax = (amax & less(amax, infinity(wide), wide)).reshape(-1)
     amax = xp.max_last(amax).reshape(1) if amax.shape[0] else xp.constant([0], xp.ints[wide], amax)
     a = divide(xp, split_bits(xp, amax, wide), _number(xp, fmt.scale.max * _target(fmt), wide, amax))
-    code = encode_parts(xp, a, fmt.tensor_scale, "nearest_even", "saturate")
+    code = encode_parts(xp, a, fmt.tensor_scale, SATURATE)
     code = xp.clip(code, min_positive_code(fmt.tensor_scale), fmt.tensor_scale.max_code)
-    one = encode_parts(xp, _number(xp, 1.0, wide, amax), fmt.tensor_scale, "nearest_even", "saturate")
+    one = encode_parts(xp, _number(xp, 1.0, wide, amax), fmt.tensor_scale, SATURATE)
     code = select(less(0, amax, wide), code, one)
     return decode_scalar(xp, narrow_codes(xp, code, fmt.tensor_scale), fmt.tensor_scale, 32)[0]
 
@@ -124,7 +135,7 @@ def _scale_codes(xp: Backend, a: Parts, fmt: Block, tensor: Parts | None, target
         a = a._replace(exponent=a.exponent - fmt.element.emax)  # type: ignore[union-attr]
     else:
         a = divide(xp, a, _number(xp, target, a.wide, a.exponent))
-    code = encode_parts(xp, a, fmt.scale, rule.rounding, "saturate")
+    code = encode_parts(xp, a, fmt.scale, SATURATE, rule.rounding)
     least = xp.clip(code, min_positive_code(fmt.scale), fmt.scale.max_code)
     return narrow_codes(xp, select(a.nan, code, least), fmt.scale)
 
@@ -170,7 +181,7 @@ def _scaled(xp: Backend, a: Parts, fmt: Block, scale: Parts, tensor: Parts | Non
 
 
 def encode_elements(
-    xp: Backend, blocks: Array, shared: Shared, fmt: Block, rounding: str, tensor: Array | None
+    xp: Backend, blocks: Array, shared: Shared, fmt: Block, policy: Policy, rounding: Rounding, tensor: Array | None
 ) -> Array:
     """Codes of blocks of float32 or float64 under what they share."""
     wide, shared = xp.width(blocks), shared.at((..., None))
@@ -183,7 +194,7 @@ def encode_elements(
         value = _integer(xp, a, fmt.element, rounding) + shared.zero_point  # type: ignore[arg-type]
         code = _integer_code(xp, value, shared, fmt)
     elif isinstance(fmt.element, (Float, Fixed)):
-        code = encode_parts(xp, a, fmt.element, rounding, "saturate")
+        code = encode_parts(xp, a, fmt.element, policy, rounding)
     else:
         code = encode_codebook(xp, join(xp, a, wide), fmt.element)
     return narrow_codes(xp, code, fmt.element)
@@ -196,7 +207,7 @@ def zero_point_codes(xp: Backend, shared: Shared, fmt: Block) -> Array | None:
     return narrow_codes(xp, _integer_code(xp, shared.zero_point, shared, fmt), fmt.element)
 
 
-def _integer(xp: Backend, a: Parts, fmt: Fixed, rounding: str) -> Array:
+def _integer(xp: Backend, a: Parts, fmt: Fixed, rounding: Rounding) -> Array:
     """a in units of the integer format, rounded; far values stay far beyond the format's range."""
     return (whole(xp, a, -fmt.fraction, rounding) ^ a.negative) - a.negative
 

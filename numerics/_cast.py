@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ._backend import Array, Backend, backend
@@ -11,16 +12,19 @@ from ._format import Block, Codebook, Format
 from ._names import format as read_format
 from ._pack import Packed, pack_quantized, unpack_quantized
 from ._parts import split
-from ._rows import by_pieces, decode_rows, encode_rows
+from ._policy import Policy
+from ._random import Draws, Stochastic
+from ._rows import by_drawn_pieces, by_pieces, decode_rows, encode_rows
 
 
 def encode(
     x: Array,
     fmt: Format | str,
     *,
-    rounding: str = "nearest_even",
+    rounding: str | Stochastic = "nearest_even",
     overflow: str | None = None,
-    nan: str = "zero",
+    nan: str | int | tuple[int, int] | None = None,
+    zero: str = "signed",
 ) -> Any:
     """Codes of the numbers in x.
 
@@ -34,39 +38,44 @@ def encode(
     of x's shape (uint8, uint16 or uint32), a block format a `Quantized`. Every number is rounded once, from
     its exact value; an element of a block as if by exact division by its scale.
 
-    rounding: one of `ROUNDINGS`. A value is rounded first and tested for overflow then.
-    overflow: "saturate" (largest number; infinities too), "inf" or "nan"; default "inf" where the format has
-    infinities, else "saturate". Below the range of an unsigned format counts as overflow: "saturate" gives
-    its lowest number. Elements of a block saturate.
-    nan: what NaN becomes in a format without one: "zero" or "max". Elsewhere NaN stays NaN and keeps its sign
-    where the format has room. A block that holds NaN or infinity has a NaN scale and decodes to NaN.
+    rounding, overflow, nan, zero: see `Policy`. Elements of a block saturate; a block that holds NaN or
+    infinity has a NaN scale and decodes to NaN.
 
     Raises ValueError for an unknown format or a policy that the format cannot express.
     """
-    fmt = read_format(fmt)
+    fmt, policy = read_format(fmt), Policy(rounding, overflow, nan, zero)
     xp, x = backend(x)
-    if not isinstance(fmt, Block):
-        return by_pieces(xp, x, lambda piece: _encode_scalar(xp, piece, fmt, rounding, overflow, nan))
-    _check_block(fmt, x, overflow)
-    return encode_rows(xp, x, fmt, rounding)
+    if isinstance(fmt, Block):
+        _check_block(fmt, x, policy)
+        return encode_rows(xp, x, fmt, policy)
+    return _by_elements(xp, x, policy, lambda piece, drawn: _encode_scalar(xp, piece, fmt, policy, drawn))
 
 
-def _check_block(fmt: Block, x: Array, overflow: str | None) -> None:
+def _by_elements(xp: Backend, x: Array, policy: Policy, work: Callable[[Array, Draws | None], Array]) -> Array:
+    rule = policy.rounding
+    if isinstance(rule, Stochastic):
+        return by_drawn_pieces(xp, x, rule, work)
+    return by_pieces(xp, x, lambda piece: work(piece, None))
+
+
+def _check_block(fmt: Block, x: Array, policy: Policy) -> None:
     if not x.ndim:
         raise ValueError(f"{fmt} needs an array with an axis to cut into blocks, got a scalar")
     if fmt.size != "tensor" and not -x.ndim <= fmt.axis < x.ndim:
         raise ValueError(f"{fmt} has blocks along axis {fmt.axis}, but the array has shape {tuple(x.shape)}")
-    if overflow not in (None, "saturate"):
-        raise ValueError(f"overflow={overflow!r}: the elements of a block saturate")
+    if policy.overflow not in (None, "saturate"):
+        raise ValueError(f"overflow={policy.overflow!r}: the elements of a block saturate")
+    if policy.nan is not None:
+        raise ValueError(f"nan={policy.nan!r}: a block that holds NaN has a NaN scale and decodes to NaN")
 
 
-def _encode_scalar(xp: Backend, x: Array, fmt: Any, rounding: str, overflow: str | None, nan: str) -> Array:
+def _encode_scalar(xp: Backend, x: Array, fmt: Any, policy: Policy, drawn: Draws | None) -> Array:
     source = xp.source(x)
     if isinstance(fmt, Codebook):
-        return narrow_codes(xp, encode_codebook(xp, source, fmt, nan), fmt)
+        return narrow_codes(xp, encode_codebook(xp, source, fmt, policy), fmt)
     if getattr(fmt, "mantissa", 0) > 23 and xp.width(source) == 32:
         source = xp.astype(source, xp.floats[64])
-    return narrow_codes(xp, encode_parts(xp, split(xp, source), fmt, rounding, overflow, nan), fmt)
+    return narrow_codes(xp, encode_parts(xp, split(xp, source), fmt, policy, drawn), fmt)
 
 
 def decode(codes: Any, fmt: Format | str | None = None, *, dtype: Any = None) -> Array:
@@ -107,9 +116,10 @@ def cast(
     x: Array,
     fmt: Format | str,
     *,
-    rounding: str = "nearest_even",
+    rounding: str | Stochastic = "nearest_even",
     overflow: str | None = None,
-    nan: str = "zero",
+    nan: str | int | tuple[int, int] | None = None,
+    zero: str = "signed",
 ) -> Array:
     """x with every number replaced by its nearest in the format: ``decode(encode(x))``.
 
@@ -122,7 +132,7 @@ def cast(
     The result has x's backend, shape and dtype (float32 for integers); a result that x's dtype cannot hold is
     rounded to it from float32. Policies as in `encode`.
     """
-    fmt = read_format(fmt)
+    fmt, policy = read_format(fmt), Policy(rounding, overflow, nan, zero)
     xp, x = backend(x)
     wide = 64 if xp.is_float(x) and xp.width(x) == 64 else 32
 
@@ -130,27 +140,27 @@ def cast(
         return xp.astype(y, x.dtype) if xp.is_float(x) else y
 
     if isinstance(fmt, Block):
-        _check_block(fmt, x, overflow)
+        _check_block(fmt, x, policy)
 
         def numbers(codes: Array, scale: Array, points: Array | None, tensor: Array | None) -> Array:
             return own(decode_block(xp, codes, scale, points, fmt, tensor, wide))
 
-        return encode_rows(xp, x, fmt, rounding, numbers).codes
+        return encode_rows(xp, x, fmt, policy, numbers).codes
 
-    def number(piece: Array) -> Array:
-        codes = _encode_scalar(xp, piece, fmt, rounding, overflow, nan)
-        return own(decode_scalar(xp, codes, fmt, wide))
+    def number(piece: Array, drawn: Draws | None) -> Array:
+        return own(decode_scalar(xp, _encode_scalar(xp, piece, fmt, policy, drawn), fmt, wide))
 
-    return by_pieces(xp, x, number)
+    return _by_elements(xp, x, policy, number)
 
 
 def pack(
     x: Array,
     fmt: Format | str,
     *,
-    rounding: str = "nearest_even",
+    rounding: str | Stochastic = "nearest_even",
     overflow: str | None = None,
-    nan: str = "zero",
+    nan: str | int | tuple[int, int] | None = None,
+    zero: str = "signed",
 ) -> Packed:
     """Codes and scales of x, byte for byte as on disk.
 
@@ -160,7 +170,7 @@ def pack(
 
     Policies as in `encode`, layout as in `Packed`.
     """
-    return pack_quantized(encode(x, fmt, rounding=rounding, overflow=overflow, nan=nan), fmt)
+    return pack_quantized(encode(x, fmt, rounding=rounding, overflow=overflow, nan=nan, zero=zero), fmt)
 
 
 def unpack(packed: Packed, *, dtype: Any = None) -> Array:

@@ -13,57 +13,50 @@ from . import _oracle
 from ._backend import Array, Backend
 from ._format import Codebook, Fixed, Float, Scalar
 from ._parts import FAR, Parts, infinity, less, magnitude_bits, ordered, select, split
-from ._rounding import rounding as rounding_rule
+from ._policy import Ends, Policy
+from ._random import Draws
+from ._rounding import ROUNDINGS
 
-OVERFLOWS = ("saturate", "inf", "nan")
-NANS = ("zero", "max")
+NEAREST_EVEN = Policy()
+SATURATE = Policy(overflow="saturate")
 
-
-def overflow_policy(fmt: Scalar, overflow: str | None) -> str:
-    """The policy in force: by default "inf" where the format has infinities, else "saturate"."""
-    has = {
-        "saturate": True,
-        "inf": isinstance(fmt, Float) and fmt.inf_code is not None,
-        "nan": isinstance(fmt, Float) and fmt.nan_code is not None,
-    }
-    if overflow is None:
-        return "inf" if has["inf"] else "saturate"
-    if not has.get(overflow, False):
-        choices = ", ".join(repr(key) for key in OVERFLOWS if has[key])
-        raise ValueError(f"overflow={overflow!r} is not possible for {fmt}: choose {choices}")
-    return overflow
+Rounding = str | Draws  # a mode by name, or stochastic rounding with the elements' random numbers drawn
 
 
-def encode_parts(xp: Backend, a: Parts, fmt: Scalar, rounding: str, overflow: str | None, nan: str = "zero") -> Array:
-    """Codes, as integers of the parts' width, of numbers taken apart."""
-    if nan not in NANS:
-        raise ValueError(f"nan={nan!r}: choose one of {', '.join(NANS)} (for formats that have no NaN)")
-    policy = overflow_policy(fmt, overflow)
+def encode_parts(xp: Backend, a: Parts, fmt: Scalar, policy: Policy, rounding: Rounding | None = None) -> Array:
+    """Codes, as integers of the parts' width, of numbers taken apart. ``rounding`` stands in for the policy's."""
     if isinstance(fmt, Codebook):
         raise TypeError("a codebook is searched, not rounded: see encode_codebook")
     encode = _encode_fixed if isinstance(fmt, Fixed) else _encode_float
-    return encode(xp, a, fmt, rounding, policy, nan)  # type: ignore[arg-type]
+    return encode(xp, a, fmt, policy.ends(fmt), policy.rounding if rounding is None else rounding)  # type: ignore[arg-type]
 
 
-def significand(xp: Backend, a: Parts, drop: Array | int, rounding: str) -> Array:
-    """The significand without its last ``drop`` bits, rounded. 0 <= drop <= top + 2."""
+def significand(xp: Backend, a: Parts, drop: Array | int, rounding: Rounding) -> Array:
+    """The significand without its last ``drop`` bits, rounded. 0 <= drop, and drop <= top + 2 unless drawn."""
+    if isinstance(rounding, Draws):
+        kept = a.significand >> (min(drop, a.wide - 1) if isinstance(drop, int) else xp.clip(drop, 0, a.wide - 1))
+        return kept - rounding.up(xp, kept, a.significand, drop, a.wide)
     odd = a.significand >> drop
     odd &= 1
-    total = a.significand + rounding_rule(rounding)((1 << drop) - 1, odd, a.negative)
+    total = a.significand + ROUNDINGS[rounding]((1 << drop) - 1, odd, a.negative)
     total >>= drop
     return total
 
 
-def whole(xp: Backend, a: Parts, quantum: int, rounding: str) -> Array:
+def _spare(rounding: Rounding) -> int:
+    """So many bits under the significand's last one a rounding looks at: 2 tell half a unit from less."""
+    return rounding.bits + 2 if isinstance(rounding, Draws) else 2
+
+
+def whole(xp: Backend, a: Parts, quantum: int, rounding: Rounding) -> Array:
     """``|a|`` in units of ``2**quantum``, rounded to an integer; from ``2**top`` on not the right one."""
-    # beyond top + 2 dropped bits nothing changes: the whole significand is below half a unit
-    return significand(xp, a, xp.clip(quantum + a.top - a.exponent, 0, a.top + 2), rounding)
+    return significand(xp, a, xp.clip(quantum + a.top - a.exponent, 0, a.top + _spare(rounding)), rounding)
 
 
-def _encode_float(xp: Backend, a: Parts, fmt: Float, rounding: str, overflow: str, nan: str) -> Array:
+def _encode_float(xp: Backend, a: Parts, fmt: Float, ends: Ends, rounding: Rounding) -> Array:
     m, wide = fmt.mantissa, a.wide
     base = xp.clip(a.exponent, fmt.emin, fmt.emax + 1)
-    drop = xp.clip(base - a.exponent, 0, m + 2)
+    drop = xp.clip(base - a.exponent, 0, m + _spare(rounding))
     drop += a.top - m
     # a carry out of the significand runs into the exponent field, which is what it should do
     code = significand(xp, a, drop, rounding)
@@ -76,34 +69,43 @@ def _encode_float(xp: Backend, a: Parts, fmt: Float, rounding: str, overflow: st
         code = select(below, tiny, code if fmt.zero else code - (1 << m))
     if fmt.exponent + m > 30 and wide == 32:  # what lies above the largest code wraps around
         code = select(code >> 31, 2**31 - 1, code)
-    limit = {"saturate": fmt.max_code, "inf": fmt.inf_code, "nan": fmt.nan_code}[overflow]
-    if limit in (fmt.max_code, fmt.max_code + 1):
-        code = xp.clip(code, 0, limit)
+    if ends.over in (fmt.max_code, fmt.max_code + 1):
+        code = xp.clip(code, 0, ends.over)
     else:
-        code = select(less(fmt.max_code, code, wide), limit, code)
+        code = select(less(fmt.max_code, code, wide), ends.over, code)
+    if ends.infinite != ends.over:
+        code = select(less(FAR // 2, a.exponent, wide), ends.infinite, code)
     if not fmt.signed:
-        lowest = fmt.nan_code if overflow == "nan" else 0
         under = a.negative & less(0, code if fmt.zero else a.significand, wide)
-        code = select(under, lowest, code)
-    special = fmt.nan_code if fmt.nan_code is not None else {"zero": 0, "max": fmt.max_code}[nan]
-    code = select(a.nan, special, code)
-    if not fmt.signed:
-        return code
+        code = select(under, ends.under, code)
+    else:
+        negative = a.negative if ends.negative_zero else a.negative & less(0, code, wide)
+        code |= negative & _signed_bit(fmt, wide)
+    return _set_nan(a, code, ends, fmt)
+
+
+def _signed_bit(fmt: Scalar, wide: int) -> int:
+    """The code's sign bit as a signed integer."""
     sign = 1 << (fmt.bits - 1)
-    sign = sign - (1 << 32) if fmt.bits == wide == 32 else sign  # the same bit in a signed integer
-    negative = a.negative
-    if not fmt.negative_zero:
-        negative = negative & less(0, code, wide)
-    if fmt.nan not in ("ieee", "top"):
-        negative = negative & ~a.nan
-    code |= negative & sign
-    return code
+    return sign - (1 << 32) if fmt.bits == wide == 32 else sign
 
 
-def _encode_fixed(xp: Backend, a: Parts, fmt: Fixed, rounding: str, overflow: str, nan: str) -> Array:
+def _set_nan(a: Parts, code: Array, ends: Ends, fmt: Scalar) -> Array:
+    low, high = (n - (1 << 32) if n >> 31 and a.wide == 32 else n for n in ends.nan)
+    return select(a.nan, low if low == high else select(a.negative, high, low + 0 * code), code)
+
+
+def _encode_fixed(xp: Backend, a: Parts, fmt: Fixed, ends: Ends, rounding: Rounding) -> Array:
     magnitude = whole(xp, a, -fmt.fraction, rounding)
-    value = xp.clip((magnitude ^ a.negative) - a.negative, fmt.low, fmt.high)
-    return select(a.nan, {"zero": 0, "max": fmt.high}[nan], value) & ((1 << fmt.bits) - 1)
+    if ends.wrap:
+        # beyond 2**top the integer is the significand moved up, of which the low bits are kept
+        up = xp.clip(a.exponent - a.top + fmt.fraction, 0, 31)
+        far = less(FAR // 2, a.exponent, a.wide)
+        magnitude = select(less(0, up, a.wide), (a.significand << up) & ~far, magnitude)
+    value = (magnitude ^ a.negative) - a.negative
+    if not ends.wrap:
+        value = xp.clip(value, fmt.low, fmt.high)
+    return _set_nan(a, value & ((1 << fmt.bits) - 1), ends, fmt)
 
 
 @cache
@@ -121,16 +123,16 @@ def _thresholds(fmt: Codebook, wide: int) -> np.ndarray:
     return np.array(cuts, dtype=real)
 
 
-def encode_codebook(xp: Backend, x: Array, fmt: Codebook, nan: str = "zero") -> Array:
-    """Codes of the nearest values; a tie goes to the even code, NaN to that nearest zero or the largest."""
-    wide = xp.width(x)
+def encode_codebook(xp: Backend, x: Array, fmt: Codebook, policy: Policy = NEAREST_EVEN) -> Array:
+    """Codes of the nearest values; a tie goes to the even code, NaN to that nearest zero or as the policy says."""
+    ends, wide = policy.ends(fmt), xp.width(x)
     is_nan = less(infinity(wide), magnitude_bits(xp, x), wide)
+    negative = xp.view(x, xp.ints[wide]) >> (wide - 1)
     table = xp.constant(_thresholds(fmt, wide), xp.floats[wide], x)
-    absent = min(range(len(fmt.values)), key=lambda i: abs(fmt.values[i])) if nan == "zero" else len(fmt.values) - 1
     if xp.flushes_subnormals:  # searched as integers, which are in the same order
         table, x = (ordered(xp.view(v, xp.ints[wide]), wide) for v in (table, x))
     codes = xp.astype(xp.searchsorted(table, x), xp.ints[wide])
-    return select(is_nan, absent, codes)
+    return select(is_nan, select(negative, ends.nan[1], ends.nan[0] + 0 * codes), codes)
 
 
 def code_bits(fmt: Scalar) -> int:
@@ -191,12 +193,13 @@ def _decode_wide_float(xp: Backend, code: Array, fmt: Float, wide: int) -> Array
 
 
 _FLOAT32 = Float(8, 23)
+_FLOAT32_ENDS = NEAREST_EVEN.ends(_FLOAT32)
 
 
 def join(xp: Backend, a: Parts, wide: int) -> Array:
     """Parts to float32 or float64, rounded once (nearest even)."""
     if wide == 32:
-        code = _encode_float(xp, a, _FLOAT32, "nearest_even", "inf", "zero")
+        code = _encode_float(xp, a, _FLOAT32, _FLOAT32_ENDS, "nearest_even")
         return xp.view(xp.astype(code, xp.ints[32]), xp.floats[32])
     # the significand of a format of 32 bits, or of a float32 product, fits a float64 with room to spare
     value = xp.astype(a.significand, xp.floats[64])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 from ._format import Block, Codebook, Fixed, Float, Scalar, min_positive_code
 from ._scales import SCALE_RULES
@@ -63,8 +64,25 @@ def _values(fmt: Float | Fixed, last: int) -> list[Fraction]:
     return [_magnitude(fmt, code) for code in range(last + 1)]
 
 
+@dataclass(frozen=True)
+class Draw:
+    """Stochastic rounding of one number: its random integer ``value`` below ``2**bits``."""
+
+    value: int
+    bits: int
+    threshold: str = "floor"
+
+
+Rounding = str | Draw
+
+
 def encode(
-    fmt: Scalar, x: Exact, rounding: str = "nearest_even", overflow: str | None = None, nan: str = "zero"
+    fmt: Scalar,
+    x: Exact,
+    rounding: Rounding = "nearest_even",
+    overflow: str | None = None,
+    nan: str | int | tuple[int, int] | None = None,
+    zero: str = "signed",
 ) -> int:
     """The code of an exact number under the same policies as `halfulp.numerics.encode`.
 
@@ -74,19 +92,22 @@ def encode(
     ('0x7e', '0x7f')
     """
     negative = math.copysign(1.0, x) < 0 if isinstance(x, float) else x < 0
+    if isinstance(x, float) and math.isnan(x) and isinstance(nan, (int, tuple)):
+        return nan if isinstance(nan, int) else nan[negative]
     if isinstance(fmt, Codebook):
         return _encode_codebook(fmt, x, nan)
     if isinstance(x, float) and math.isnan(x):
         return _nan_code(fmt, negative, nan)
     if isinstance(fmt, Fixed):
-        return _encode_fixed(fmt, x, negative, rounding)
+        return _encode_fixed(fmt, x, negative, rounding, overflow == "wrap")
     if overflow is None:
         overflow = "inf" if fmt.inf else "saturate"
-    limits = {"saturate": fmt.max_code, "inf": fmt.inf_code, "nan": fmt.nan_code}
+    limits = {"saturate": fmt.max_code, "saturate_finite": fmt.max_code, "inf": fmt.inf_code, "nan": fmt.nan_code}
     limit = limits[overflow]
     assert limit is not None
     if isinstance(x, float) and math.isinf(x):
-        code = limit
+        code = fmt.inf_code if overflow == "saturate_finite" else limit
+        assert code is not None
     else:
         code = _nearest(fmt, abs(Fraction(x)), negative, rounding, fmt.max_code + 1)
         code = limit if code > fmt.max_code else code
@@ -95,12 +116,12 @@ def encode(
         return limit if lost and overflow == "nan" else 0
     if overflow == "nan" and code == limit and fmt.nan == "negative_zero":
         return code
-    if negative and (code or fmt.negative_zero):
+    if negative and (code or (fmt.negative_zero and zero == "signed")):
         code |= 2 ** (fmt.bits - 1)
     return code
 
 
-def _nearest(fmt: Float | Fixed, x: Fraction, negative: bool, rounding: str, last: int) -> int:
+def _nearest(fmt: Float | Fixed, x: Fraction, negative: bool, rounding: Rounding, last: int) -> int:
     """The chosen magnitude's code, up to ``last``, which stands for everything from there on."""
 
     value = _values(fmt, last).__getitem__ if last < 2**16 else lambda code: _magnitude(fmt, code)
@@ -115,6 +136,10 @@ def _nearest(fmt: Float | Fixed, x: Fraction, negative: bool, rounding: str, las
     if low == last or value(low) == x:
         return low
     below, above = x - value(low), value(high) - x
+    if isinstance(rounding, Draw):
+        share = below / (below + above) * 2**rounding.bits
+        threshold = math.floor(share + (Fraction(1, 2) if rounding.threshold == "nearest" else 0))
+        return high if rounding.value >= 2**rounding.bits - threshold else low
     # a significand of one bit is always odd, but for zero's: ties go up (IEEE 754-2019, 4.3.1)
     one_bit = isinstance(fmt, Float) and fmt.mantissa == 0
     low_is_odd = value(low) != 0 if one_bit else low % 2 == 1
@@ -130,19 +155,26 @@ def _nearest(fmt: Float | Fixed, x: Fraction, negative: bool, rounding: str, las
     return high if up else low
 
 
-def _encode_fixed(fmt: Fixed, x: Exact, negative: bool, rounding: str) -> int:
+def _encode_fixed(fmt: Fixed, x: Exact, negative: bool, rounding: Rounding, wrap: bool) -> int:
     if isinstance(x, float) and math.isinf(x):
-        value = fmt.low if negative else fmt.high
+        value = 0 if wrap else fmt.low if negative else fmt.high
     else:
-        magnitude = _nearest(fmt, abs(Fraction(x)), negative, rounding, 2**fmt.bits)
-        value = max(fmt.low, min(fmt.high, -magnitude if negative else magnitude))
+        units = abs(Fraction(x)) * Fraction(2) ** fmt.fraction
+        over = 0
+        if wrap:  # whole turns do not matter, but that of an even number of units is even
+            over = int(units) >> fmt.bits << fmt.bits
+        rest = (units - over) / Fraction(2) ** fmt.fraction
+        magnitude = _nearest(fmt, rest, negative, rounding, 2 ** (fmt.bits + 1))
+        value = -magnitude if negative else magnitude
+        if not wrap:
+            value = max(fmt.low, min(fmt.high, value))
     return value % 2**fmt.bits
 
 
-def _encode_codebook(fmt: Codebook, x: Exact, nan: str) -> int:
+def _encode_codebook(fmt: Codebook, x: Exact, nan: Any) -> int:
     if isinstance(x, float) and math.isnan(x):
         by_size = sorted(range(len(fmt.values)), key=lambda i: abs(fmt.values[i]))
-        return by_size[0] if nan == "zero" else len(fmt.values) - 1
+        return len(fmt.values) - 1 if nan == "max" else by_size[0]
     if isinstance(x, float) and math.isinf(x):
         return 0 if x < 0 else len(fmt.values) - 1
     distances = [abs(Fraction(v) - Fraction(x)) for v in fmt.values]
@@ -151,11 +183,11 @@ def _encode_codebook(fmt: Codebook, x: Exact, nan: str) -> int:
     return next((i for i in nearest if i % 2 == 0), nearest[0])
 
 
-def _nan_code(fmt: Float | Fixed, negative: bool, nan: str) -> int:
+def _nan_code(fmt: Float | Fixed, negative: bool, nan: Any) -> int:
     if isinstance(fmt, Fixed):
-        return 0 if nan == "zero" else fmt.high
+        return fmt.high if nan == "max" else 0
     if fmt.nan_code is None:
-        return 0 if nan == "zero" else fmt.max_code
+        return fmt.max_code if nan == "max" else 0
     if negative and fmt.signed and fmt.nan in ("ieee", "top"):
         return fmt.nan_code | 2 ** (fmt.bits - 1)
     return fmt.nan_code
@@ -293,7 +325,7 @@ def element_code(fmt: Block, x: Exact, unit: Fraction, point: int, rounding: str
     if isinstance(element, Codebook) or fmt.division == "rounded":
         quotient = round_to_float(quotient, wide)
     if isinstance(element, Codebook):
-        return _encode_codebook(element, quotient, "zero")
+        return _encode_codebook(element, quotient, None)
     if not fmt.zero_point:
         return encode(element, quotient, rounding, "saturate")
     assert isinstance(element, Fixed)
@@ -304,7 +336,7 @@ def element_code(fmt: Block, x: Exact, unit: Fraction, point: int, rounding: str
 
 def _nan_element(fmt: Scalar, x: Exact) -> int:
     negative = math.copysign(1.0, x) < 0 if isinstance(x, float) else x < 0
-    return _encode_codebook(fmt, math.nan, "zero") if isinstance(fmt, Codebook) else _nan_code(fmt, negative, "zero")
+    return _encode_codebook(fmt, math.nan, None) if isinstance(fmt, Codebook) else _nan_code(fmt, negative, None)
 
 
 def decode_blocks(fmt: Block, b: Blocks, shape: Index, wide: int) -> dict[Index, Exact]:

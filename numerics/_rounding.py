@@ -19,10 +19,3 @@ ROUNDINGS: dict[str, Callable[[Array, Array, Array], Array]] = {
 }
 """Rounding modes by name. A tie in ``nearest_even`` where a significand has one bit goes to the larger
 magnitude, as IEEE 754-2019 section 4.3.1 has it."""
-
-
-def rounding(mode: str) -> Callable[[Array, Array, Array], Array]:
-    """The mode's rule; ValueError with the choices for an unknown one."""
-    if mode not in ROUNDINGS:
-        raise ValueError(f"unknown rounding {mode!r}: choose one of {', '.join(ROUNDINGS)}")
-    return ROUNDINGS[mode]

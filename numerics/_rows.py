@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import reduce
 
 import numpy as np
@@ -18,7 +19,10 @@ from ._block import (
     tensor_scale,
     zero_point_codes,
 )
+from ._codec import Rounding
 from ._format import Block
+from ._policy import Policy
+from ._random import Draws, Stochastic, draw, places
 
 # elements worked on at a time: fewer cost more calls, more fall out of the cache
 CHUNK = 1 << 17
@@ -29,6 +33,17 @@ def concatenate(xp: Backend, pieces: list[Array], axis: int = 0) -> Array:
     if len(pieces) == 1:
         return pieces[0]
     return np.concatenate(pieces, axis) if xp is Numpy else xp.torch.cat(pieces, axis)
+
+
+def by_drawn_pieces(xp: Backend, x: Array, rule: Stochastic, work: Callable[[Array, Draws], Array]) -> Array:
+    """`by_pieces` of a function that takes each element's random number too."""
+    shape = tuple(x.shape)
+    flat = rule.shape is None or not shape
+    rows = x.reshape(1, -1) if flat else x.reshape(math.prod(shape[:-1]), shape[-1])
+    base, stride = places(rule, shape, None if flat else -1)
+    slices = _slices(xp, rows, flat)
+    pieces = [work(rows[where], draw_piece(xp, rule, base, stride, rows[where], where)) for where in slices]
+    return concatenate(xp, pieces, int(flat)).reshape(shape)
 
 
 def by_pieces(xp: Backend, x: Array, work: Callable[[Array], Array]) -> Array:
@@ -57,15 +72,22 @@ def from_rows(xp: Backend, rows: Array, shape: tuple[int, ...], fmt: Block) -> A
     return xp.moveaxis(rows.reshape(*lead, rows.shape[-1]), -1, axis)
 
 
-def _slices(xp: Backend, rows: Array, fmt: Block) -> list[tuple[slice, slice]]:
-    """Pieces of [rows, n]: whole rows, or parts of the one row of size "tensor"."""
+def _slices(xp: Backend, rows: Array, one_row: bool) -> list[tuple[slice, slice]]:
+    """Pieces of [rows, n]: whole rows, or parts of the only one."""
     count, n = rows.shape
     if xp.traces or count * n <= CHUNK:
         return [(slice(None), slice(None))]
-    if fmt.size == "tensor":
+    if one_row:
         return [(slice(None), slice(i, i + CHUNK)) for i in range(0, n, CHUNK)]
     step = max(1, CHUNK // n)
     return [(slice(i, i + step), slice(None)) for i in range(0, count, step)]
+
+
+def draw_piece(
+    xp: Backend, rule: Stochastic, base: Array, stride: int, piece: Array, where: tuple[slice, slice]
+) -> Draws:
+    """Random numbers for a piece of rows that start at these places."""
+    return draw(xp, rule, piece, base[where[0]] + (where[1].start or 0) * stride, stride)
 
 
 def _to_blocks(xp: Backend, x: Array, fmt: Block) -> Array:
@@ -84,12 +106,12 @@ def _from_blocks(blocks: Array, n: int) -> Array:
 
 
 def encode_rows(
-    xp: Backend, x: Array, fmt: Block, rounding: str, finish: Callable[..., Array] | None = None
+    xp: Backend, x: Array, fmt: Block, policy: Policy, finish: Callable[..., Array] | None = None
 ) -> Quantized:
     """The tensor in the block format. Where there is ``finish``, what it makes of the codes, scales, zero
     points and tensor scale of a piece takes the codes' place."""
     rows = to_rows(xp, x, fmt)
-    slices = _slices(xp, rows, fmt)
+    slices = _slices(xp, rows, fmt.size == "tensor")
     extents = [extent(xp, _to_blocks(xp, xp.source(rows[where]), fmt), fmt) for where in slices]
     if fmt.size == "tensor":
         bounds = reduce(lambda a, b: tuple(map(xp.maximum, a, b)), extents)
@@ -98,11 +120,19 @@ def encode_rows(
     tensor = tensor_scale(xp, bounds, fmt)
     shared = share(xp, bounds, fmt, tensor)
     points = zero_point_codes(xp, shared, fmt)
+    policy = replace(policy, overflow="saturate")
+    rule = policy.rounding
+    if isinstance(rule, Stochastic):
+        base, stride = places(rule, tuple(x.shape), None if fmt.size == "tensor" else fmt.axis)
 
     def piece(where: tuple[slice, slice]) -> Array:
         blocks = _to_blocks(xp, xp.source(rows[where]), fmt)
         part = _shared_slice(where, fmt)
-        codes = encode_elements(xp, blocks, shared.at(part), fmt, rounding, tensor)
+        rounding: Rounding = rule
+        if isinstance(rule, Stochastic):
+            drawn = draw_piece(xp, rule, base, stride, rows[where], where)
+            rounding = drawn._replace(value=_to_blocks(xp, drawn.value, fmt))
+        codes = encode_elements(xp, blocks, shared.at(part), fmt, policy, rounding, tensor)
         if finish is not None:
             codes = finish(codes, shared.code[part], None if points is None else points[part], tensor)
         return _from_blocks(codes, rows[where].shape[-1])
@@ -141,5 +171,5 @@ def decode_rows(xp: Backend, q: Quantized, wide: int) -> Array:
         values = decode_block(xp, blocks, scale[part], own, fmt, q.tensor_scale, wide)
         return _from_blocks(values, codes[where].shape[-1])
 
-    pieces = [piece(where) for where in _slices(xp, codes, fmt)]
+    pieces = [piece(where) for where in _slices(xp, codes, fmt.size == "tensor")]
     return from_rows(xp, concatenate(xp, pieces, _along(fmt)), tuple(q.codes.shape), fmt)

@@ -16,10 +16,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .compress import chain, compress, load, open_checkpoint, plan_of, prune, quantize
     from .eval import text
-    from .numerics import Block, Codebook, Fixed, Float, Format, Int, cast, decode, encode, format, pack, unpack
+    from .numerics import (
+        Block,
+        Codebook,
+        Fixed,
+        Float,
+        Format,
+        Int,
+        Stochastic,
+        cast,
+        decode,
+        encode,
+        format,
+        pack,
+        unpack,
+    )
 
 _WHERE = {
-    "numerics": "Block Codebook Fixed Float Format Int cast decode encode format pack unpack",
+    "numerics": "Block Codebook Fixed Float Format Int Stochastic cast decode encode format pack unpack",
     "compress": "chain compress load open_checkpoint plan_of prune quantize",
     "eval": "text",
 }
@@ -32,6 +46,7 @@ __all__ = [
     "Float",
     "Format",
     "Int",
+    "Stochastic",
     "cast",
     "chain",
     "compress",

@@ -1,0 +1,116 @@
+"""Policies: what rounding leaves open. Each is a parameter with a stated default, never what a backend does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ._format import Block, Codebook, Fixed, Float, Format
+from ._random import Stochastic
+from ._rounding import ROUNDINGS
+
+OVERFLOWS = ("saturate", "saturate_finite", "inf", "nan", "wrap")
+NANS = ("zero", "max")
+ZEROS = ("signed", "positive")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How numbers become those of a format.
+
+    >>> Policy(overflow="nan").ends(Float(4, 3, inf=False)).over
+    127
+
+    ``rounding``: one of `ROUNDINGS` or a `Stochastic`. A value is rounded first and tested for overflow then.
+    ``overflow``: "saturate" (the largest number; infinities too), "saturate_finite" (infinities stay), "inf",
+    "nan" (infinities too), "wrap" (integers modulo 2**bits; infinities become 0). Default: "inf" where the
+    format has infinities, else "saturate". Below the range of an unsigned format counts as overflow, where
+    saturating gives the lowest number.
+    ``nan``: None (NaN and its sign stay where the format has them, else 0), "zero" or "max" for formats
+    without NaN; or the code itself, or a pair of codes, for NaN without and with the sign bit set.
+    ``zero``: "signed" (-0 and what rounds to it stay -0 where the format has it) or "positive".
+    """
+
+    rounding: Any = "nearest_even"
+    overflow: str | None = None
+    nan: str | int | tuple[int, int] | None = None
+    zero: str = "signed"
+
+    def __post_init__(self) -> None:
+        rounding = self.rounding
+        if not isinstance(rounding, Stochastic) and (not isinstance(rounding, str) or rounding not in ROUNDINGS):
+            raise ValueError(
+                f"unknown rounding {rounding!r}: choose one of {', '.join(ROUNDINGS)}, or Stochastic(seed)"
+            )
+        if self.overflow is not None and self.overflow not in OVERFLOWS:
+            raise ValueError(f"overflow={self.overflow!r}: choose one of {', '.join(OVERFLOWS)}")
+        if isinstance(self.nan, str) and self.nan not in NANS:
+            raise ValueError(f"nan={self.nan!r}: choose one of {', '.join(NANS)}, a code, or two")
+        if self.zero not in ZEROS:
+            raise ValueError(f"zero={self.zero!r}: choose one of {', '.join(ZEROS)}")
+
+    def ends(self, fmt: Format) -> Ends:
+        """The codes that the policy comes to for a scalar format; ValueError for what it cannot express."""
+        return _ends(fmt, self.overflow, self.nan, self.zero)
+
+
+class Ends(NamedTuple):
+    """Codes for what is no ordinary number.
+
+    ``over`` and ``infinite``: magnitudes, without sign, of what is too large and of infinity. ``under``: code
+    of what is below the range of an unsigned format. ``nan``: codes of NaN without and with the sign bit.
+    ``negative_zero``: whether zero keeps its sign. ``wrap``: integers go around instead.
+    """
+
+    over: int
+    infinite: int
+    under: int
+    nan: tuple[int, int]
+    negative_zero: bool
+    wrap: bool
+
+
+def overflow_choices(fmt: Format) -> tuple[str, ...]:
+    """The overflow policies that the format can express."""
+    if not isinstance(fmt, Float):
+        return ("saturate", "wrap") if isinstance(fmt, Fixed) else ("saturate",)
+    infinite = ("saturate_finite", "inf") if fmt.inf_code is not None else ()
+    return ("saturate", *infinite, *(("nan",) if fmt.nan_code is not None else ()))
+
+
+def _ends(fmt: Format, overflow: str | None, nan: Any, zero: str) -> Ends:
+    assert not isinstance(fmt, Block)
+    choices = overflow_choices(fmt)
+    if overflow is None:
+        overflow = "inf" if "inf" in choices else "saturate"
+    if overflow not in choices:
+        raise ValueError(f"overflow={overflow!r} is not possible for {fmt}: choose {', '.join(map(repr, choices))}")
+    nans = _nan_codes(fmt, nan)
+    if isinstance(fmt, Float):
+        over = {"inf": fmt.inf_code, "nan": fmt.nan_code}.get(overflow, fmt.max_code)
+        infinite = fmt.inf_code if overflow == "saturate_finite" else over
+        assert over is not None
+        assert infinite is not None
+        under = over if overflow == "nan" else 0
+        return Ends(over, infinite, under, nans, zero == "signed" and bool(fmt.negative_zero), False)
+    top = len(fmt.values) - 1 if isinstance(fmt, Codebook) else getattr(fmt, "high", 2 ** (fmt.bits - 1) - 1)
+    return Ends(top, 0 if overflow == "wrap" else top, 0, nans, False, overflow == "wrap")
+
+
+def _nan_codes(fmt: Any, nan: Any) -> tuple[int, int]:
+    if isinstance(nan, (int, tuple)):
+        codes = (nan, nan) if isinstance(nan, int) else nan
+        if len(codes) != 2 or not all(0 <= code < 2**fmt.bits for code in codes):
+            raise ValueError(f"nan={nan!r}: a code of {fmt} is from 0 to {2**fmt.bits - 1}; give one or two")
+        return codes
+    code = getattr(fmt, "nan_code", None)
+    if code is not None:
+        signed = isinstance(fmt, Float) and fmt.signed and fmt.nan in ("ieee", "top")
+        return code, code | 1 << (fmt.bits - 1) if signed else code
+    if isinstance(fmt, Codebook):
+        least = min(range(len(fmt.values)), key=lambda i: abs(fmt.values[i]))
+        code = len(fmt.values) - 1 if nan == "max" else least
+        return code, code
+    largest = fmt.max_code if isinstance(fmt, Float) else getattr(fmt, "high", 0)
+    code = largest if nan == "max" else 0
+    return code, code
