@@ -46,7 +46,9 @@ class Scheme:
 def _arguments(fmt: Block) -> dict[str, Any] | None:
     """compressed-tensors' QuantizationArgs of a block format; None where it has no words for it."""
     element, size = fmt.element, fmt.size
-    integer = isinstance(element, Fixed) and element.fraction == 0 and element.signed and element.bits <= 8
+    integer = isinstance(element, Fixed) and element.fraction == 0 and element.signed and 2 <= element.bits <= 8
+    if isinstance(element, Fixed) and element.sign_magnitude:
+        return None
     if not (integer or element in _MX) or fmt.axis != -1:
         return None
     args: dict[str, Any] = {
@@ -333,7 +335,8 @@ def stored_bits(row: Row, layout: str | None) -> float:
 def rowwise(row: Row) -> bool:
     """Can the row be compressed some rows at a time with the same result?"""
     fmt = row.weights
-    alone = fmt is None or not isinstance(fmt, Block) or (fmt.size != "tensor" and fmt.tensor_scale is None)
+    apart = not isinstance(fmt, Block) or not (fmt.size == "tensor" or isinstance(fmt.size, tuple))
+    alone = apart and getattr(fmt, "tensor_scale", None) is None
     return alone and row.axis == -1 and len(row.spec.shape) == 2 and (row.prune is None or row.prune.rowwise)
 
 
@@ -350,5 +353,5 @@ def described(fmt: Format) -> dict[str, Any]:
 
 def row_of(spec: TensorSpec, kind: str, weights: Format, activations: Format | None) -> Row:
     """A row as a manifest describes it."""
-    axis = weights.axis if isinstance(weights, Block) else -1
+    axis = weights.axis if isinstance(weights, Block) and isinstance(weights.axis, int) else -1
     return replace(Row(spec, kind), axis=axis, weights=weights, activations=activations)

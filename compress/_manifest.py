@@ -18,10 +18,12 @@ RUINED = 0.5  # a relative error above this is remarked on
 HOW_TO_DECODE = (
     "A tensor in the halfulp layout is NAME.codes (uint8: codes of the element format packed along the last axis, "
     "least significant bit first, each row starting a byte), NAME.scale (codes of the scale format, packed alike, "
-    "one for each block along 'axis'), and where the format has them NAME.zero_point (codes of the element format, "
-    "one a block) and NAME.tensor_scale (float32). A number is (code - zero_point) * scale * tensor_scale, where "
-    "codes stand for the numbers they encode: sign | exponent | mantissa for a Float, two's complement times "
-    "2**-fraction for Fixed and Int, values[code] for a Codebook. The last block of an axis may be short."
+    "one for each block along 'axis', or for each tile of 'size' along its axes), and where the format has them "
+    "NAME.zero_point (codes of the element format, one a block) and NAME.tensor_scale (float32). A number is "
+    "(code - zero_point) * scale * tensor_scale, where codes stand for the numbers they encode: sign | exponent | "
+    "mantissa for a Float; two's complement (or sign | magnitude, or code - offset) times 2**-fraction for Fixed and "
+    "Int; values[code] for a Codebook; a posit of the 2022 standard, with 'es' exponent bits; sign | u for a Log, "
+    "which is 2**(u / 2**fraction - bias), or 0 where u is. The last block of an axis may be short."
 )
 
 

@@ -104,9 +104,12 @@ class Quantize:
         if not divides(fmt, row):
             fmt, note = _fit(fmt, row, self.ragged)
         if isinstance(fmt, Block):
-            if fmt.axis not in (-1, row.axis):
+            if isinstance(fmt.size, tuple):
+                fmt = _tiled(fmt, row)
+            elif fmt.axis not in (-1, row.axis):
                 raise ValueError(f"{row.name}: a weight's blocks lie along its input axis; leave axis={fmt.axis} out")
-            fmt = replace(fmt, axis=row.axis)
+            else:
+                fmt = replace(fmt, axis=row.axis)
         activations = self.activations if row.kind != "experts" else None
         return replace(row, weights=fmt, activations=activations, reason="", note=note)
 
@@ -114,6 +117,14 @@ class Quantize:
         if row.weights is None or weight.codes is not None:
             return weight
         return replace(weight, codes=encode(weight.value, row.weights))
+
+
+def _tiled(fmt: Block, row: Row) -> Block:
+    """Tiles of outputs and inputs, whichever way the weight lies."""
+    if fmt.axis != (-2, -1) or len(row.spec.shape) < 2:
+        raise ValueError(f"{row.name} of shape {row.spec.shape}: a weight's tiles lie along its last two axes")
+    assert isinstance(fmt.size, tuple)
+    return fmt if row.axis == -1 else replace(fmt, size=fmt.size[::-1])
 
 
 def _is_float(row: Row) -> bool:

@@ -1,6 +1,8 @@
 """What compression did: accuracy with error bars, latency, reports."""
 
 from ._accuracy import compare, perplexity
+from ._analyze import Analysis, analyze
+from ._format_plots import format_picture, write_picture
 from ._latency import latency, measure
 from ._record import Record, read_records, write_record
 from ._report import report
@@ -8,11 +10,14 @@ from ._score import Baseline, Settings, load_baseline, score
 from ._text import Text, text, windows
 
 __all__ = [
+    "Analysis",
     "Baseline",
     "Record",
     "Settings",
     "Text",
+    "analyze",
     "compare",
+    "format_picture",
     "latency",
     "load_baseline",
     "measure",
@@ -22,5 +27,6 @@ __all__ = [
     "score",
     "text",
     "windows",
+    "write_picture",
     "write_record",
 ]

@@ -217,11 +217,12 @@ def scatter(
     name: str = "",
     reference: tuple[float, float, float] | None = None,
     extend: bool = False,
+    zero: bool = True,
 ) -> str:
     """Draw points with error bars, each labelled by name.
 
     `reference`: low, middle and high of the baseline on the x axis, drawn as a band; outside of the points'
-    range it is left out unless `extend`.
+    range it is left out unless `extend`. `zero`: the y axis begins there, where nothing is below.
     """
     right, top, bottom = width - 10.0, 22.0, height - (56.0 if x.second else 42.0)
     xs = [v for p in points for v in (p.x, *p.x_interval)]
@@ -231,7 +232,7 @@ def scatter(
         ys = [v for v in ys if v >= floor]
     if reference is not None and extend:
         xs += reference
-    up = scale_for(ys, bottom, top, log=y.log, zero=True)
+    up = scale_for(ys, bottom, top, log=y.log, zero=zero)
     up_ticks = ticks(up.low, up.high, log=y.log, most=6)
     left = max(len(plain(value)) for value in up_ticks) * CHARACTER + 8
     across = scale_for(xs, left, right, log=x.log, least=0.2)

@@ -236,6 +236,13 @@ def backend(x: Array) -> tuple[Backend, Array]:
     return Numpy, np.asarray(x)
 
 
+def concatenate(xp: Backend, pieces: list[Array], axis: int = 0) -> Array:
+    """Pieces end to end, of numpy or torch; a single one is returned as it is."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return np.concatenate(pieces, axis) if xp is Numpy else xp.torch.cat(pieces, axis)
+
+
 def odd_float(xp: Backend, x: Array, width: int) -> Array:
     """Integers as floats of ``width`` bits, rounded to odd where they do not fit.
 

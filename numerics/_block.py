@@ -5,6 +5,7 @@ Here blocks lie along the last axis, ``[..., blocks, size]``; `_rows` brings ten
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,14 +16,13 @@ from ._codec import (
     SATURATE,
     Rounding,
     decode_scalar,
-    encode_codebook,
     encode_parts,
     join,
     narrow_codes,
     significand,
     whole,
 )
-from ._format import Block, Fixed, Float, min_positive_code
+from ._format import Block, Fixed, Table, min_positive_code
 from ._parts import (
     FAR,
     Parts,
@@ -38,7 +38,8 @@ from ._parts import (
     split_bits,
 )
 from ._policy import Policy
-from ._scales import SCALE_RULES
+from ._scales import scale_rule, search_targets
+from ._table import FLOATS, encode_table
 
 
 @dataclass(frozen=True)
@@ -61,25 +62,40 @@ class Quantized:
 
 class Shared(NamedTuple):
     """What the elements of a block share, [..., blocks]: the code of the scale, what elements are divided by
-    (the scale, with ``division="rounded"`` the product with the tensor scale), and the zero point."""
+    (the scale; with ``division="rounded"`` its product with the tensor scale) or, with "reciprocal", multiplied
+    by, the zero point, and a mask of the blocks whose scale is zero."""
 
     code: Array
     scale: Parts
     zero_point: Array | None
+    empty: Array | None = None
 
     def at(self, where: Any) -> Shared:
         """The same of some of the blocks."""
         scale = Parts(*(v[where] if hasattr(v, "shape") else v for v in tuple(self.scale)))
-        return Shared(self.code[where], scale, None if self.zero_point is None else self.zero_point[where])
+        rest = (None if v is None else v[where] for v in (self.zero_point, self.empty))
+        return Shared(self.code[where], scale, *rest)
+
+
+def targets(fmt: Block) -> tuple[float, ...]:
+    """What the rule maps a block's largest magnitude to; several, ascending, where it searches."""
+    rule, element = scale_rule(fmt.rule), fmt.element
+    if rule.targets:
+        return rule.targets
+    if rule.search:
+        return search_targets(element.max, fmt.scale.mantissa == 0)
+    power = 2.0 ** getattr(element, "emax", 0)
+    if rule.to_emax:
+        return (power,)
+    if rule.midway:
+        return ((2 * power + element.max) / 2,)
+    step = 2.0**-element.fraction if isinstance(element, Fixed) else 0.0
+    return (element.max + rule.stretch * step,)
 
 
 def _target(fmt: Block) -> float:
-    """What the rule maps a block's largest magnitude to."""
-    rule, element = SCALE_RULES[fmt.rule], fmt.element
-    if rule.to_emax:
-        return 2.0**element.emax  # type: ignore[union-attr]  # Block refuses codebooks here
-    step = 2.0**-element.fraction if isinstance(element, Fixed) else 0.0
-    return element.max + rule.stretch * step
+    """What a rule that does not search maps a block's largest magnitude to."""
+    return targets(fmt)[0]
 
 
 def _number(xp: Backend, value: float, wide: int, like: Array) -> Parts:
@@ -97,8 +113,9 @@ def extent(xp: Backend, blocks: Array, fmt: Block) -> tuple[Array, ...]:
 
 
 def tensor_scale(xp: Backend, bounds: tuple[Array, ...], fmt: Block) -> Array | None:
-    """The second-level scale, a float32 scalar: amax / (largest scale * largest element), rounded once and
-    not to zero; 1 where amax is 0. Blocks with NaN or infinity, which have a NaN scale, do not count."""
+    """The second-level scale, a float32 scalar: amax / (largest scale * target of the rule, the smallest where
+    it has several), rounded once and not to zero; 1 where amax is 0. Blocks with NaN or infinity, which have a
+    NaN scale, do not count."""
     if fmt.tensor_scale is None:
         return None
     wide = xp.width(bounds[0])
@@ -107,7 +124,8 @@ def tensor_scale(xp: Backend, bounds: tuple[Array, ...], fmt: Block) -> Array | 
         amax = xp.maximum(amax, ordered(~bounds[1], wide) & (2 ** (wide - 1) - 1))
     amax = (amax & less(amax, infinity(wide), wide)).reshape(-1)
     amax = xp.max_last(amax).reshape(1) if amax.shape[0] else xp.constant([0], xp.ints[wide], amax)
-    a = divide(xp, split_bits(xp, amax, wide), _number(xp, fmt.scale.max * _target(fmt), wide, amax))
+    largest = fmt.scale.max * float(FLOATS[wide](targets(fmt)[0]))
+    a = divide(xp, split_bits(xp, amax, wide), _number(xp, largest, wide, amax))
     code = encode_parts(xp, a, fmt.tensor_scale, SATURATE)
     code = xp.clip(code, min_positive_code(fmt.tensor_scale), fmt.tensor_scale.max_code)
     one = encode_parts(xp, _number(xp, 1.0, wide, amax), fmt.tensor_scale, SATURATE)
@@ -122,22 +140,39 @@ def _to_precision(xp: Backend, a: Parts, mantissa: int) -> Parts:
     return a._replace(exponent=a.exponent + carry, significand=(kept >> carry) << (a.top - mantissa))
 
 
-def _scale_codes(xp: Backend, a: Parts, fmt: Block, tensor: Parts | None, target: float) -> Array:
+def scale_codes(
+    xp: Backend, a: Parts, fmt: Block, tensor: Parts | None, target: float, power_of_two: bool = False
+) -> Array:
     """Scale codes from amax. A block that holds NaN or infinity gets a NaN scale, a block of zeros the
-    smallest scale; no scale is rounded to zero."""
-    rule = SCALE_RULES[fmt.rule]
+    smallest scale; no scale is rounded to zero, unless the rule says so."""
+    rule = scale_rule(fmt.rule)
     a = a._replace(nan=a.nan | ~less(a.exponent, FAR // 2, a.wide), negative=0 * a.negative)
-    if tensor is not None:
-        a = divide(xp, a, tensor)
-    if rule.round_amax:
-        a = _to_precision(xp, a, fmt.element.mantissa)  # type: ignore[union-attr]  # Block refuses codebooks
-    if rule.to_emax:
-        a = a._replace(exponent=a.exponent - fmt.element.emax)  # type: ignore[union-attr]
+    if fmt.division == "reciprocal":
+        a = _rounded(xp, divide(xp, a, _number(xp, target, a.wide, a.exponent)))
+        if tensor is not None:
+            a = _rounded(xp, divide(xp, a, tensor))
+        a = _to_precision(xp, a, fmt.element.mantissa) if rule.round_amax else a  # type: ignore[union-attr]
     else:
-        a = divide(xp, a, _number(xp, target, a.wide, a.exponent))
+        if tensor is not None:
+            a = divide(xp, a, tensor)
+        if rule.round_amax:
+            a = _to_precision(xp, a, fmt.element.mantissa)  # type: ignore[union-attr]  # Block refuses tables
+        if power_of_two:
+            a = a._replace(exponent=a.exponent - (math.frexp(target)[1] - 1))
+        else:
+            a = divide(xp, a, _number(xp, target, a.wide, a.exponent))
     code = encode_parts(xp, a, fmt.scale, SATURATE, rule.rounding)
-    least = xp.clip(code, min_positive_code(fmt.scale), fmt.scale.max_code)
+    least = xp.clip(code, 0 if rule.zero else min_positive_code(fmt.scale), fmt.scale.max_code)
     return narrow_codes(xp, select(a.nan, code, least), fmt.scale)
+
+
+def _rounded(xp: Backend, a: Parts) -> Parts:
+    """Rounded to a float of the parts' width, the largest finite one at most."""
+    bits = xp.view(join(xp, a, a.wide), xp.ints[a.wide])
+    sign = bits & ~(2 ** (a.wide - 1) - 1)
+    magnitude = bits ^ sign
+    infinite = ~less(magnitude, infinity(a.wide), a.wide) & ~less(infinity(a.wide), magnitude, a.wide)
+    return split_bits(xp, (magnitude + infinite) | sign, a.wide)
 
 
 def _over(xp: Backend, a: Parts, b: Parts, power_of_two: bool) -> Parts:
@@ -151,8 +186,19 @@ def _tensor_parts(xp: Backend, tensor: Array | None, wide: int) -> Parts | None:
     return None if tensor is None else split(xp, xp.astype(tensor, xp.floats[wide]).reshape(1))
 
 
-def share(xp: Backend, bounds: tuple[Array, ...], fmt: Block, tensor: Array | None) -> Shared:
-    """Scales and zero points of blocks with these extents."""
+def codes_for(xp: Backend, bounds: tuple[Array, ...], fmt: Block, tensor: Array | None, target: float) -> Array:
+    """Scale codes of blocks without zero points, with these extents, amax mapped to the target."""
+    wide = xp.width(bounds[0])
+    powers = scale_rule(fmt.rule).to_emax
+    return scale_codes(
+        xp, split_bits(xp, bounds[0], wide), fmt, _tensor_parts(xp, tensor, wide), target, power_of_two=powers
+    )
+
+
+def share(
+    xp: Backend, bounds: tuple[Array, ...], fmt: Block, tensor: Array | None, code: Array | None = None
+) -> Shared:
+    """Scales and zero points of blocks with these extents; ``code``: the scales that a search has found."""
     wide = xp.width(bounds[0])
     tensor_parts = _tensor_parts(xp, tensor, wide)
     if fmt.zero_point:
@@ -161,18 +207,32 @@ def share(xp: Backend, bounds: tuple[Array, ...], fmt: Block, tensor: Array | No
         steps = (element.high - element.low) * 2.0**-element.fraction
         # a difference of floats that is a float again, as others have it
         span = _to_precision(xp, add_magnitudes(xp, high, low), high.top)
-        code = _scale_codes(xp, span, fmt, tensor_parts, steps)
-    else:
-        code = _scale_codes(xp, split_bits(xp, bounds[0], wide), fmt, tensor_parts, _target(fmt))
-    scale = split(xp, decode_scalar(xp, code, fmt.scale, wide))
-    if tensor_parts is not None and fmt.division == "rounded":
+        code = scale_codes(xp, span, fmt, tensor_parts, steps)
+    elif code is None:
+        code = codes_for(xp, bounds, fmt, tensor, targets(fmt)[0])
+    bits = magnitude_bits(xp, decode_scalar(xp, code, fmt.scale, wide))
+    empty = None
+    if scale_rule(fmt.rule).zero:
+        empty = less(bits, 1, wide)
+        bits = select(empty, (infinity(wide) >> 1) & infinity(wide), bits)  # any number that is not zero
+    scale = split_bits(xp, bits, wide)
+    divisor, rest = scale, tensor_parts
+    if tensor_parts is not None and fmt.division != "exact":
         product = xp.view(join(xp, multiply(xp, scale, tensor_parts), wide), xp.ints[wide])
-        scale, tensor_parts = split_bits(xp, xp.clip(product, 1, 2 ** (wide - 1) - 1), wide), None
-    if not fmt.zero_point:
-        return Shared(code, scale, None)
-    low = _scaled(xp, low, fmt, scale, tensor_parts)
-    point = xp.clip(element.low - _integer(xp, low, element, "nearest_even"), element.low, element.high)
-    return Shared(code, scale, point)
+        divisor, rest = split_bits(xp, xp.clip(product, 1, 2 ** (wide - 1) - 1), wide), None
+    point = None
+    if fmt.zero_point:
+        low = _scaled(xp, low, fmt, divisor, rest)
+        if fmt.division == "reciprocal":
+            low = _rounded(xp, low)
+        point = xp.clip(element.low - _integer(xp, low, element, "nearest_even"), element.low, element.high)
+    if fmt.division == "reciprocal":
+        divisor = _number(xp, 1.0, wide, code)
+        if tensor_parts is not None:
+            divisor = _rounded(xp, divide(xp, divisor, tensor_parts))
+        ones = Parts(*(v + 0 * scale.exponent if hasattr(v, "shape") else v for v in tuple(divisor)))
+        divisor = _rounded(xp, divide(xp, ones, scale))
+    return Shared(code, divisor, point, empty)
 
 
 def _scaled(xp: Backend, a: Parts, fmt: Block, scale: Parts, tensor: Parts | None) -> Parts:
@@ -185,18 +245,27 @@ def encode_elements(
 ) -> Array:
     """Codes of blocks of float32 or float64 under what they share."""
     wide, shared = xp.width(blocks), shared.at((..., None))
-    tensor_parts = None if fmt.division == "rounded" else _tensor_parts(xp, tensor, wide)
+    tensor_parts = _tensor_parts(xp, tensor, wide) if fmt.division == "exact" else None
     # NaN and infinity show in the scale
-    a = _scaled(xp, split(xp, blocks, finite=True), fmt, shared.scale, tensor_parts)
-    if fmt.division == "rounded":
+    a = split(xp, blocks, finite=True)
+    if fmt.division == "reciprocal":
+        a = multiply(xp, a, shared.scale)
+    else:
+        a = _scaled(xp, a, fmt, shared.scale, tensor_parts)
+    if fmt.division != "exact":
         a = split(xp, join(xp, a, wide))
+    if shared.empty is not None:
+        a = a._replace(
+            significand=a.significand & ~shared.empty,
+            exponent=select(shared.empty, -FAR + 0 * a.exponent, a.exponent),
+        )
     if shared.zero_point is not None:
         value = _integer(xp, a, fmt.element, rounding) + shared.zero_point  # type: ignore[arg-type]
         code = _integer_code(xp, value, shared, fmt)
-    elif isinstance(fmt.element, (Float, Fixed)):
-        code = encode_parts(xp, a, fmt.element, policy, rounding)
+    elif isinstance(fmt.element, Table):
+        code = encode_table(xp, join(xp, a, wide), fmt.element, policy, rounding)
     else:
-        code = encode_codebook(xp, join(xp, a, wide), fmt.element)
+        code = encode_parts(xp, a, fmt.element, policy, rounding)
     return narrow_codes(xp, code, fmt.element)
 
 

@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ._backend import Array, Backend, backend
+from . import _fast
+from ._backend import Array, Backend, Numpy, backend
 from ._block import Quantized, decode_block
-from ._codec import decode_scalar, encode_codebook, encode_parts, narrow_codes
-from ._format import Block, Codebook, Format
+from ._codec import decode_scalar, encode_parts, narrow_codes
+from ._compatibility import resolve
+from ._format import Block, Format, Table
 from ._names import format as read_format
 from ._pack import Packed, pack_quantized, unpack_quantized
 from ._parts import split
 from ._policy import Policy
 from ._random import Draws, Stochastic
 from ._rows import by_drawn_pieces, by_pieces, decode_rows, encode_rows
+from ._table import encode_table, table_source
 
 
 def encode(
     x: Array,
     fmt: Format | str,
     *,
-    rounding: str | Stochastic = "nearest_even",
+    rounding: str | Stochastic | None = None,
     overflow: str | None = None,
     nan: str | int | tuple[int, int] | None = None,
-    zero: str = "signed",
+    zero: str | None = None,
+    profile: str | None = None,
 ) -> Any:
     """Codes of the numbers in x.
 
@@ -39,16 +43,29 @@ def encode(
     its exact value; an element of a block as if by exact division by its scale.
 
     rounding, overflow, nan, zero: see `Policy`. Elements of a block saturate; a block that holds NaN or
-    infinity has a NaN scale and decodes to NaN.
+    infinity has a NaN scale and decodes to NaN. profile: one of `PROFILES`, whose library's cast is reproduced;
+    what is given besides goes before what the profile says.
 
-    Raises ValueError for an unknown format or a policy that the format cannot express.
+    Raises ValueError for an unknown format, a policy that the format cannot express, an unknown profile, or a
+    format that the profile has not.
     """
-    fmt, policy = read_format(fmt), Policy(rounding, overflow, nan, zero)
+    chosen = resolve(fmt, profile, rounding, overflow, nan, zero)
+    if chosen.emulate() is not None:
+        raise ValueError(f"profile {profile!r} gives numbers that are not all codes of {chosen.format}: use cast")
+    fmt, policy = chosen.format, chosen.policy
     xp, x = backend(x)
+    x = chosen.prepare(xp, x)
     if isinstance(fmt, Block):
         _check_block(fmt, x, policy)
+    if (quick := _fast.encode(xp, x, fmt, policy, _encode_float32)) is not None:
+        return quick
+    if isinstance(fmt, Block):
         return encode_rows(xp, x, fmt, policy)
     return _by_elements(xp, x, policy, lambda piece, drawn: _encode_scalar(xp, piece, fmt, policy, drawn))
+
+
+def _encode_float32(x: Array, fmt: Any, policy: Policy) -> Array:
+    return _encode_scalar(Numpy, x, fmt, policy, None)
 
 
 def _by_elements(xp: Backend, x: Array, policy: Policy, work: Callable[[Array, Draws | None], Array]) -> Array:
@@ -61,8 +78,11 @@ def _by_elements(xp: Backend, x: Array, policy: Policy, work: Callable[[Array, D
 def _check_block(fmt: Block, x: Array, policy: Policy) -> None:
     if not x.ndim:
         raise ValueError(f"{fmt} needs an array with an axis to cut into blocks, got a scalar")
-    if fmt.size != "tensor" and not -x.ndim <= fmt.axis < x.ndim:
-        raise ValueError(f"{fmt} has blocks along axis {fmt.axis}, but the array has shape {tuple(x.shape)}")
+    axes = fmt.axis if isinstance(fmt.axis, tuple) else (fmt.axis,)
+    inside = all(-x.ndim <= axis < x.ndim for axis in axes) and len({axis % x.ndim for axis in axes}) == len(axes)
+    if fmt.size != "tensor" and not inside:
+        along = f"axis {fmt.axis}" if isinstance(fmt.axis, int) else f"axes {fmt.axis}, {len(axes)} different ones"
+        raise ValueError(f"{fmt} has blocks along {along}, but the array has shape {tuple(x.shape)}")
     if policy.overflow not in (None, "saturate"):
         raise ValueError(f"overflow={policy.overflow!r}: the elements of a block saturate")
     if policy.nan is not None:
@@ -71,8 +91,9 @@ def _check_block(fmt: Block, x: Array, policy: Policy) -> None:
 
 def _encode_scalar(xp: Backend, x: Array, fmt: Any, policy: Policy, drawn: Draws | None) -> Array:
     source = xp.source(x)
-    if isinstance(fmt, Codebook):
-        return narrow_codes(xp, encode_codebook(xp, source, fmt, policy), fmt)
+    if isinstance(fmt, Table):
+        source = table_source(xp, source, fmt, drawn)
+        return narrow_codes(xp, encode_table(xp, source, fmt, policy, drawn), fmt)
     if getattr(fmt, "mantissa", 0) > 23 and xp.width(source) == 32:
         source = xp.astype(source, xp.floats[64])
     return narrow_codes(xp, encode_parts(xp, split(xp, source), fmt, policy, drawn), fmt)
@@ -91,7 +112,9 @@ def decode(codes: Any, fmt: Format | str | None = None, *, dtype: Any = None) ->
     """
     if isinstance(codes, Quantized):
         xp, _ = backend(codes.codes)
-        return decode_rows(xp, codes, _width(dtype))
+        wide = _width(dtype)
+        quick = _fast.decode_quantized(xp, codes) if wide == 32 else None
+        return decode_rows(xp, codes, wide) if quick is None else quick
     if fmt is None:
         raise ValueError("decode needs the format of the codes, such as decode(codes, 'e4m3fn')")
     fmt = read_format(fmt)
@@ -99,6 +122,8 @@ def decode(codes: Any, fmt: Format | str | None = None, *, dtype: Any = None) ->
         raise ValueError(f"decode of {fmt} takes the Quantized that encode returned, not bare codes")
     xp, codes = backend(codes)
     wide = _width(dtype)
+    if wide == 32 and (quick := _fast.decode(xp, codes, fmt)) is not None:
+        return quick
     return by_pieces(xp, codes, lambda piece: decode_scalar(xp, piece, fmt, wide))
 
 
@@ -116,10 +141,12 @@ def cast(
     x: Array,
     fmt: Format | str,
     *,
-    rounding: str | Stochastic = "nearest_even",
+    rounding: str | Stochastic | None = None,
     overflow: str | None = None,
     nan: str | int | tuple[int, int] | None = None,
-    zero: str = "signed",
+    zero: str | None = None,
+    out: Array | None = None,
+    profile: str | None = None,
 ) -> Array:
     """x with every number replaced by its nearest in the format: ``decode(encode(x))``.
 
@@ -131,36 +158,65 @@ def cast(
 
     The result has x's backend, shape and dtype (float32 for integers); a result that x's dtype cannot hold is
     rounded to it from float32. Policies as in `encode`.
+
+    out: where the result goes, and what is returned: contiguous, of the result's backend, shape and dtype; x itself
+    for a cast in place. Memory that is there already saves more time than rounding takes. jax arrays cannot be
+    written to: ``jax.jit(functools.partial(cast, fmt=fmt), donate_argnums=0)`` reuses x's memory. Raises ValueError
+    for an ``out`` that cannot take the result, or overlaps x in part.
     """
-    fmt, policy = read_format(fmt), Policy(rounding, overflow, nan, zero)
+    chosen = resolve(fmt, profile, rounding, overflow, nan, zero)
     xp, x = backend(x)
-    wide = 64 if xp.is_float(x) and xp.width(x) == 64 else 32
+    dtype = x.dtype if xp.is_float(x) else None
+    if out is not None:
+        _fast.check_out(xp, out, x, xp.floats[32] if dtype is None else dtype)
+    if (emulation := chosen.emulate()) is not None:
+        return _placed(xp, emulation(x), out)
+    fmt, policy = chosen.format, chosen.policy
+    wide = 64 if dtype is not None and xp.width(x) == 64 else 32
+    x = chosen.prepare(xp, x)
 
     def own(y: Array) -> Array:
-        return xp.astype(y, x.dtype) if xp.is_float(x) else y
+        return y if dtype is None else xp.astype(y, dtype)
 
     if isinstance(fmt, Block):
         _check_block(fmt, x, policy)
+    if dtype is None or x.dtype == dtype:
+        quick = _fast.cast(xp, x, fmt, policy, out, _encode_float32)
+        if quick is not None:
+            return quick
+    if isinstance(fmt, Block):
 
         def numbers(codes: Array, scale: Array, points: Array | None, tensor: Array | None) -> Array:
             return own(decode_block(xp, codes, scale, points, fmt, tensor, wide))
 
-        return encode_rows(xp, x, fmt, policy, numbers).codes
+        return _placed(xp, encode_rows(xp, x, fmt, policy, numbers).codes, out)
 
     def number(piece: Array, drawn: Draws | None) -> Array:
         return own(decode_scalar(xp, _encode_scalar(xp, piece, fmt, policy, drawn), fmt, wide))
 
-    return _by_elements(xp, x, policy, number)
+    return _placed(xp, _by_elements(xp, x, policy, number), out)
+
+
+def _placed(xp: Backend, y: Array, out: Array | None) -> Array:
+    """y, or ``out`` with y in it."""
+    if out is None:
+        return y
+    if xp is Numpy:
+        out[...] = y
+    else:
+        out.copy_(y)
+    return out
 
 
 def pack(
     x: Array,
     fmt: Format | str,
     *,
-    rounding: str | Stochastic = "nearest_even",
+    rounding: str | Stochastic | None = None,
     overflow: str | None = None,
     nan: str | int | tuple[int, int] | None = None,
-    zero: str = "signed",
+    zero: str | None = None,
+    profile: str | None = None,
 ) -> Packed:
     """Codes and scales of x, byte for byte as on disk.
 
@@ -170,7 +226,8 @@ def pack(
 
     Policies as in `encode`, layout as in `Packed`.
     """
-    return pack_quantized(encode(x, fmt, rounding=rounding, overflow=overflow, nan=nan, zero=zero), fmt)
+    codes = encode(x, fmt, rounding=rounding, overflow=overflow, nan=nan, zero=zero, profile=profile)
+    return pack_quantized(codes, codes.format if isinstance(codes, Quantized) else fmt)
 
 
 def unpack(packed: Packed, *, dtype: Any = None) -> Array:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
-from functools import cache, lru_cache
-from itertools import pairwise
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
 
 from . import _oracle
 from ._backend import Array, Backend
-from ._format import Codebook, Fixed, Float, Scalar
-from ._parts import FAR, Parts, infinity, less, magnitude_bits, ordered, select, split
+from ._format import Fixed, Float, Log, Scalar, Table
+from ._parts import FAR, Parts, infinity, less, select, split
 from ._policy import Ends, Policy
 from ._random import Draws
 from ._rounding import ROUNDINGS
+from ._table import log_values
 
 NEAREST_EVEN = Policy()
 SATURATE = Policy(overflow="saturate")
@@ -25,19 +23,22 @@ Rounding = str | Draws  # a mode by name, or stochastic rounding with the elemen
 
 def encode_parts(xp: Backend, a: Parts, fmt: Scalar, policy: Policy, rounding: Rounding | None = None) -> Array:
     """Codes, as integers of the parts' width, of numbers taken apart. ``rounding`` stands in for the policy's."""
-    if isinstance(fmt, Codebook):
-        raise TypeError("a codebook is searched, not rounded: see encode_codebook")
+    if isinstance(fmt, Table):
+        raise TypeError(f"{fmt} is searched, not rounded: see encode_table")
     encode = _encode_fixed if isinstance(fmt, Fixed) else _encode_float
     return encode(xp, a, fmt, policy.ends(fmt), policy.rounding if rounding is None else rounding)  # type: ignore[arg-type]
 
 
-def significand(xp: Backend, a: Parts, drop: Array | int, rounding: Rounding) -> Array:
-    """The significand without its last ``drop`` bits, rounded. 0 <= drop, and drop <= top + 2 unless drawn."""
+def significand(xp: Backend, a: Parts, drop: Array | int, rounding: Rounding, even: Array | None = None) -> Array:
+    """The significand without its last ``drop`` bits, rounded. 0 <= drop, and drop <= top + 2 unless drawn.
+    Where it counts as even though its last bit is set, the mask ``even`` says so."""
     if isinstance(rounding, Draws):
         kept = a.significand >> (min(drop, a.wide - 1) if isinstance(drop, int) else xp.clip(drop, 0, a.wide - 1))
         return kept - rounding.up(xp, kept, a.significand, drop, a.wide)
     odd = a.significand >> drop
     odd &= 1
+    if even is not None:
+        odd &= ~even
     total = a.significand + ROUNDINGS[rounding]((1 << drop) - 1, odd, a.negative)
     total >>= drop
     return total
@@ -59,7 +60,9 @@ def _encode_float(xp: Backend, a: Parts, fmt: Float, ends: Ends, rounding: Round
     drop = xp.clip(base - a.exponent, 0, m + _spare(rounding))
     drop += a.top - m
     # a carry out of the significand runs into the exponent field, which is what it should do
-    code = significand(xp, a, drop, rounding)
+    # the code goes up with the exponent by one, and is even or odd with it, where there is no mantissa
+    even = -((base - fmt.emin + fmt.zero + 1) & 1) if fmt.even == "code" and m == 0 else None
+    code = significand(xp, a, drop, rounding, even)
     base -= fmt.emin
     base <<= m
     code += base
@@ -102,37 +105,14 @@ def _encode_fixed(xp: Backend, a: Parts, fmt: Fixed, ends: Ends, rounding: Round
         up = xp.clip(a.exponent - a.top + fmt.fraction, 0, 31)
         far = less(FAR // 2, a.exponent, a.wide)
         magnitude = select(less(0, up, a.wide), (a.significand << up) & ~far, magnitude)
+    if fmt.sign_magnitude:
+        magnitude = xp.clip(magnitude, 0, fmt.high)
+        negative = a.negative if ends.negative_zero else a.negative & less(0, magnitude, a.wide)
+        return _set_nan(a, magnitude | negative & (1 << (fmt.bits - 1)), ends, fmt)
     value = (magnitude ^ a.negative) - a.negative
     if not ends.wrap:
         value = xp.clip(value, fmt.low, fmt.high)
-    return _set_nan(a, value & ((1 << fmt.bits) - 1), ends, fmt)
-
-
-@cache
-def _thresholds(fmt: Codebook, wide: int) -> np.ndarray:
-    """For each neighbouring pair the largest float at which the lower value still is chosen."""
-    real: Any = {32: np.float32, 64: np.float64}[wide]
-    cuts = []
-    for i, (low, high) in enumerate(pairwise(fmt.values)):
-        middle = (Fraction(low) + Fraction(high)) / 2
-        cut = real(float(middle))
-        while Fraction(float(cut)) > middle:
-            cut = np.nextafter(cut, real(-np.inf))
-        # a tie goes to the even code
-        cuts.append(np.nextafter(cut, real(-np.inf)) if Fraction(float(cut)) == middle and i % 2 else cut)
-    return np.array(cuts, dtype=real)
-
-
-def encode_codebook(xp: Backend, x: Array, fmt: Codebook, policy: Policy = NEAREST_EVEN) -> Array:
-    """Codes of the nearest values; a tie goes to the even code, NaN to that nearest zero or as the policy says."""
-    ends, wide = policy.ends(fmt), xp.width(x)
-    is_nan = less(infinity(wide), magnitude_bits(xp, x), wide)
-    negative = xp.view(x, xp.ints[wide]) >> (wide - 1)
-    table = xp.constant(_thresholds(fmt, wide), xp.floats[wide], x)
-    if xp.flushes_subnormals:  # searched as integers, which are in the same order
-        table, x = (ordered(xp.view(v, xp.ints[wide]), wide) for v in (table, x))
-    codes = xp.astype(xp.searchsorted(table, x), xp.ints[wide])
-    return select(is_nan, select(negative, ends.nan[1], ends.nan[0] + 0 * codes), codes)
+    return _set_nan(a, (value + fmt.offset) & ((1 << fmt.bits) - 1), ends, fmt)
 
 
 def code_bits(fmt: Scalar) -> int:
@@ -159,6 +139,8 @@ def wide_codes(xp: Backend, code: Array) -> Array:
 @lru_cache(maxsize=64)
 def decode_table(fmt: Scalar, wide: int) -> np.ndarray:
     """The value of every code of a format of at most 16 bits as float32 or float64, from the oracle."""
+    if isinstance(fmt, Log):
+        return log_values(fmt, wide)
     values = np.array([float(_oracle.decode(fmt, code)) for code in range(2**fmt.bits)])
     with np.errstate(over="ignore"):
         return values.astype({32: np.float32, 64: np.float64}[wide])

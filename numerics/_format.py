@@ -1,286 +1,83 @@
-"""What a number format is: frozen values from which everything else is derived."""
+"""What a number format is: frozen values from which everything else is derived. Scalars, and blocks of them."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from fractions import Fraction
-from itertools import pairwise
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from ._scales import SCALE_RULES
+from ._codebook import Codebook
+from ._float import Float, check, min_positive_code, p3109
+from ._integer import Fixed, Int
+from ._log import Log
+from ._posit import Posit
+from ._scales import rule_name, scale_rule
 
-NAN_ENCODINGS = ("ieee", "top", "negative_zero")
+__all__ = [
+    "Block",
+    "Codebook",
+    "Fixed",
+    "Float",
+    "Format",
+    "Int",
+    "Log",
+    "Posit",
+    "Scalar",
+    "Size",
+    "Table",
+    "min_positive_code",
+    "p3109",
+]
 
+Table = Codebook | Posit | Log
+Scalar = Float | Fixed | Table
+Size = int | tuple[int, ...] | Literal["channel", "tensor"]
 
-def _check(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
-@dataclass(frozen=True)
-class Float:
-    """A binary floating-point format of at most 32 bits.
-
-    >>> e2m1 = Float(exponent=2, mantissa=1, inf=False, nan=False)
-    >>> e2m1.max, e2m1.bits, str(e2m1)
-    (6.0, 4, 'e2m1')
-
-    The code of a number is ``sign | exponent field | mantissa field``; a normal number is
-    ``2**(field - bias) * (1 + mantissa / 2**m)``. Special codes take the top of the range:
-
-    - ``nan="ieee"``: the whole top exponent is special: infinity at mantissa 0, NaN above it (IEEE 754);
-    - ``nan="top"``: only the all-ones magnitude is NaN (the OCP "fn" kind, E4M3FN);
-    - ``nan="negative_zero"``: the code of negative zero is NaN (the "fnuz" kind);
-    - ``nan=False``: no NaN. ``nan=True`` means "ieee" with infinities and "top" without.
-
-    With ``inf=True`` and another NaN than "ieee", infinity is the highest code left.
-    ``subnormal=False``: codes with exponent field 0 are zero. ``zero=False``: exponent field 0 is an
-    ordinary binade and the format has no zero (E8M0).
-
-    Raises ValueError where the fields contradict each other. Sources: IEEE 754-2019 section 3.4;
-    OCP 8-bit floating point (OFP8) v1.0; OCP Microscaling (MX) v1.0.
-    """
-
-    exponent: int
-    mantissa: int
-    bias: int = None  # type: ignore[assignment]  # None becomes the IEEE bias below
-    signed: bool = True
-    subnormal: bool = True
-    inf: bool = True
-    nan: str | bool = True
-    negative_zero: bool = None  # type: ignore[assignment]  # None: wherever the code is free
-    zero: bool = True
-
-    def __post_init__(self) -> None:
-        e, m = self.exponent, self.mantissa
-        _check(e >= 1 and m >= 0, f"Float needs exponent >= 1 and mantissa >= 0, got exponent={e}, mantissa={m}")
-        _check(
-            self.bits <= (32 if self.signed else 31),
-            f"Float of {self.bits} bits: at most 32 signed, 31 unsigned",
-        )
-        nan = ("ieee" if self.inf else "top") if self.nan is True else self.nan
-        _check(nan is False or nan in NAN_ENCODINGS, f"nan={nan!r}: choose True, False or one of {NAN_ENCODINGS}")
-        _check(
-            nan != "ieee" or (self.inf and m > 0),
-            'nan="ieee" needs inf=True and mantissa >= 1; use nan="top"',
-        )
-        _check(
-            nan != "negative_zero" or (self.signed and self.zero),
-            'nan="negative_zero" needs a signed zero code',
-        )
-        _check(self.zero or not self.subnormal, "zero=False needs subnormal=False: exponent field 0 is a binade")
-        free = self.signed and self.zero and nan != "negative_zero"
-        negative_zero = free if self.negative_zero is None else self.negative_zero
-        _check(free or not negative_zero, "negative_zero=True, but the format has no free code for it")
-        object.__setattr__(self, "nan", nan)
-        object.__setattr__(self, "bias", 2 ** (e - 1) - 1 if self.bias is None else self.bias)
-        object.__setattr__(self, "negative_zero", negative_zero)
-        _check(self.max_code >= 1, f"{self!r} has no finite number besides zero")
-        _check(
-            e <= 11 and self.emax <= 1023 and self.emin - m >= -1074,
-            f"Float(exponent={e}, mantissa={m}, bias={self.bias}) has numbers that float64 has not",
-        )
-
-    def __str__(self) -> str:
-        from ._names import name
-
-        return name(self)
-
-    @property
-    def bits(self) -> int:
-        """Width of a code."""
-        return self.exponent + self.mantissa + self.signed
-
-    @property
-    def emin(self) -> int:
-        """Exponent of the smallest normal number."""
-        return int(self.zero) - self.bias
-
-    @property
-    def emax(self) -> int:
-        """Exponent of the largest finite number."""
-        return (self.max_code >> self.mantissa) - self.bias
-
-    @property
-    def nan_code(self) -> int | None:
-        """Canonical (quiet) NaN, without sign; None where there is none."""
-        top = 2 ** (self.exponent + self.mantissa) - 1
-        quiet = top - 2 ** (self.mantissa - 1) + 1 if self.mantissa else top
-        return {"ieee": quiet, "top": top, "negative_zero": top + 1, False: None}[self.nan]
-
-    @property
-    def inf_code(self) -> int | None:
-        """Positive infinity; None where there is none."""
-        top = 2 ** (self.exponent + self.mantissa) - 1
-        if not self.inf:
-            return None
-        return {"ieee": top - 2**self.mantissa + 1, "top": top - 1}.get(str(self.nan), top)
-
-    @property
-    def max_code(self) -> int:
-        """The largest finite number's code, without sign."""
-        top = 2 ** (self.exponent + self.mantissa) - 1
-        if self.inf_code is not None:
-            return self.inf_code - 1
-        return top - (self.nan == "top")
-
-    def magnitude(self, code: int) -> Fraction:
-        """The exact value of a finite code without its sign; one past the last code is the next value up."""
-        field_, mantissa = code >> self.mantissa, code & (2**self.mantissa - 1)
-        if field_ == 0 and self.zero:
-            return Fraction(mantissa * self.subnormal) * Fraction(2) ** (self.emin - self.mantissa)
-        return (2**self.mantissa + mantissa) * Fraction(2) ** (field_ - self.bias - self.mantissa)
-
-    @property
-    def max(self) -> float:
-        """Largest finite number."""
-        return float(self.magnitude(self.max_code))
-
-    @property
-    def min_positive(self) -> float:
-        """Smallest number above zero."""
-        return float(self.magnitude(min_positive_code(self)))
-
-
-def min_positive_code(fmt: Float) -> int:
-    """Code of the smallest number above zero."""
-    return 0 if not fmt.zero else 1 if fmt.subnormal and fmt.mantissa else 2**fmt.mantissa
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """Two's-complement (or unsigned) fixed point: an integer code times ``2**-fraction``.
-
-    >>> Fixed(bits=8, fraction=6).max            # the element of MXINT8
-    1.984375
-
-    ``narrow=True`` leaves out the most negative code, so that the range is symmetric.
-    Raises ValueError unless 1 <= bits <= 16 (2 where signed).
-    """
-
-    bits: int
-    fraction: int = 0
-    signed: bool = True
-    narrow: bool = False
-
-    def __post_init__(self) -> None:
-        least = 1 + self.signed
-        _check(least <= self.bits <= 16, f"integers have {least} to 16 bits here, got {self.bits}")
-        _check(self.signed or not self.narrow, "narrow=True is for signed integers")
-        _check(abs(self.fraction) <= 1000, f"fraction={self.fraction} is beyond float64: -1000 to 1000")
-
-    def __str__(self) -> str:
-        from ._names import name
-
-        return name(self)
-
-    @property
-    def low(self) -> int:
-        """Smallest integer."""
-        return -(2 ** (self.bits - 1)) + self.narrow if self.signed else 0
-
-    @property
-    def high(self) -> int:
-        """Largest integer."""
-        return 2 ** (self.bits - self.signed) - 1
-
-    @property
-    def max(self) -> float:
-        """Largest number."""
-        return math.ldexp(self.high, -self.fraction)
-
-    @property
-    def emax(self) -> int:
-        """Exponent of the largest number."""
-        return self.high.bit_length() - 1 - self.fraction
-
-    @property
-    def mantissa(self) -> int:
-        """Bits after the leading one in the largest binade."""
-        return max(self.high.bit_length() - 1, 0)
-
-
-@dataclass(frozen=True)
-class Int(Fixed):
-    """An integer: ``Fixed`` with no fraction.
-
-    >>> Int(4).low, Int(4).high, Int(8, signed=False).high
-    (-8, 7, 255)
-    """
-
-    fraction: int = field(default=0, init=False)
-
-
-@dataclass(frozen=True)
-class Codebook:
-    """Any table of values: code ``i`` means ``values[i]``.
-
-    >>> Codebook((-1.0, 0.0, 1.0)).bits
-    2
-
-    Values are distinct finite numbers in ascending order. Raises ValueError otherwise.
-    """
-
-    values: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        values = tuple(float(v) for v in self.values)
-        ordered = all(a < b for a, b in pairwise(values))
-        _check(
-            2 <= len(values) <= 2**16 and ordered and all(map(math.isfinite, values)),
-            "a codebook is 2 to 65536 finite values in ascending order",
-        )
-        object.__setattr__(self, "values", values)
-
-    def __str__(self) -> str:
-        from ._names import name
-
-        return name(self)
-
-    @property
-    def bits(self) -> int:
-        """Width of a code."""
-        return (len(self.values) - 1).bit_length()
-
-    @property
-    def max(self) -> float:
-        """Largest magnitude, which a block's scale maps its largest element to."""
-        return max(abs(v) for v in self.values)
-
-
-Scalar = Float | Fixed | Codebook
-Size = int | Literal["channel", "tensor"]
+DIVISIONS = ("exact", "rounded", "reciprocal")
 
 
 @dataclass(frozen=True)
 class Block:
-    """Elements that share a scale along one axis.
+    """Elements that share a scale, along one axis or in tiles.
 
     >>> mxfp4 = Block(Float(2, 1, inf=False, nan=False), size=32, scale="e8m0", rule="floor")
     >>> str(mxfp4), mxfp4.bits_per_element
     ('mxfp4', 4.25)
+    >>> str(Block("e4m3fn", size=(128, 128), scale="fp32")), Block(Int(8, signed=False), zero_point=128).element.low
+    ('e4m3fn:128x128', -128)
 
-    ``size``: elements in a block, or "channel" (the whole axis: a row of a weight, a token of an
-    activation), or "tensor". A last block may be ragged: it has its own scale and no padding shows.
+    ``size``: elements in a block, or "channel" (the whole axis: a row of a weight, a token of an activation),
+    or "tensor"; or the extents of a tile, with ``axis`` as many axes, by default the last ones. Blocks are cut
+    from the start of each axis; a last one may be ragged: it has its own scale and no padding shows.
     ``scale``: format of the shared scale, ``rule``: how it follows from the block (one of `SCALE_RULES`).
-    ``zero_point=True``: integers about a zero point per block, ``(code - zero_point) * scale``.
+    ``zero_point=True``: integers about a zero point per block, ``(code - zero_point) * scale``; an integer is
+    the one zero point of all blocks of unsigned integers, and becomes the element's ``offset``.
     ``tensor_scale``: format of a second scale, one for the tensor (NVFP4).
-    ``division="rounded"``: an element over its scale (times the tensor scale, as a float) is first rounded to
-    the source's precision, as runtimes do that divide in float32; "exact" (the default) rounds once.
 
-    Raises ValueError for a size below 1, an unknown rule, a zero point on anything but integers, a scale
-    without NaN, numbers beyond float32.
+    ``division``: how elements are taken over their scale. "exact" (the default): as if by exact division by
+    the scale (and the tensor scale), rounded once. "rounded": the quotient by the product of scale and tensor
+    scale, both rounded to the source's precision on the way, as runtimes do that divide in float32.
+    "reciprocal": every step rounded, as runtimes do that multiply, torchao for one: the scale is
+    ``amax / target``, over the tensor scale, the element ``x * (1 / scale)``, or ``x * (1 / tensor_scale /
+    scale)``; a reciprocal is held at the largest finite float, and a zero point still comes by division.
+
+    The rule "mse" decides thus: of the scales that map amax to each of the rule's targets, the one with the
+    least sum over the block of ``(cut(x) - cut(y))**2`` stays, of equals the smallest. ``y`` is what x decodes
+    to, elements rounded to nearest even; ``cut`` drops what is below ``2**(floor(log2(amax)) - 14)`` of a
+    magnitude, and differences count up to ``2**15 - 1`` of these, so that the sum is one of integers.
+
+    Raises ValueError for a size below 1, axes that are not as many as sizes, an unknown rule, a zero point on
+    anything but integers, a scale without NaN, numbers beyond float32.
     """
 
     element: Scalar
     size: Size = 32
     scale: Float = "e8m0"  # type: ignore[assignment]  # a name is read here
     rule: str = None  # type: ignore[assignment]  # None: "floor" for powers of two, else "absmax"
-    axis: int = -1
+    axis: int | tuple[int, ...] = -1
     zero_point: bool = False
     tensor_scale: Float | None = None
-    division: Literal["exact", "rounded"] = "exact"
+    division: Literal["exact", "rounded", "reciprocal"] = "exact"
 
     def __post_init__(self) -> None:
         for key in ("element", "scale", "tensor_scale"):
@@ -295,23 +92,22 @@ class Block:
             if not isinstance(part, Float) and (key, part) != ("tensor_scale", None):
                 raise ValueError(f"a block's {key} is a Float, got {part}")
         if self.rule is None:
-            object.__setattr__(self, "rule", "absmax" if self.scale.mantissa else "floor")
-        _check(
-            self.size in ("channel", "tensor") or (isinstance(self.size, int) and self.size >= 1),
-            f"block size {self.size!r}: a whole number from 1, 'channel' or 'tensor'",
+            powers = self.scale.mantissa == 0 and not isinstance(self.element, Table)
+            object.__setattr__(self, "rule", "floor" if powers else "absmax")
+        object.__setattr__(self, "rule", rule_name(self.rule))
+        size, axis = _sizes_and_axes(self.size, self.axis)
+        object.__setattr__(self, "size", size)
+        object.__setattr__(self, "axis", axis)
+        check(self.division in DIVISIONS, f"division {self.division!r}: choose {', '.join(map(repr, DIVISIONS))}")
+        if not isinstance(self.zero_point, bool):
+            object.__setattr__(self, "element", _with_offset(self.element, self.zero_point))
+            object.__setattr__(self, "zero_point", False)
+        plain = isinstance(self.element, Fixed) and not (self.element.sign_magnitude or self.element.offset)
+        check(
+            not self.zero_point or (plain and self.rule == "absmax"),
+            "a zero point needs an integer element, two's complement or unsigned, and the rule 'absmax'",
         )
-        _check(isinstance(self.axis, int), f"block axis {self.axis!r}: a whole number, negative from the end")
-        _check(self.rule in SCALE_RULES, f"scale rule {self.rule!r}: choose one of {', '.join(SCALE_RULES)}")
-        _check(self.division in ("exact", "rounded"), f"division {self.division!r}: choose 'exact' or 'rounded'")
-        _check(
-            not self.zero_point or (isinstance(self.element, Fixed) and self.rule == "absmax"),
-            "a zero point needs an integer element and the rule 'absmax'",
-        )
-        rule = SCALE_RULES[self.rule]
-        _check(
-            not (isinstance(self.element, Codebook) and rule.to_emax),
-            f"the rule {self.rule!r} needs the element's exponent range, which a codebook has not",
-        )
+        _check_rule(self)
         _check_parts(self)
 
     def __str__(self) -> str:
@@ -323,30 +119,85 @@ class Block:
     def bits_per_element(self) -> float:
         """Bits for an element with its share of a full block's scale and zero point."""
         shared = self.scale.bits + self.zero_point * self.element.bits
-        return self.element.bits + (shared / self.size if isinstance(self.size, int) else 0)
+        count = block_elements(self)
+        return self.element.bits + (0 if count is None else shared / count)
+
+
+def block_elements(fmt: Block) -> int | None:
+    """How many elements a full block has; None where that depends on the tensor."""
+    if isinstance(fmt.size, str):
+        return None
+    return math.prod(fmt.size) if isinstance(fmt.size, tuple) else fmt.size
+
+
+def _sizes_and_axes(size: Size, axis: int | tuple[int, ...]) -> tuple[Size, int | tuple[int, ...]]:
+    """Checked; a tile of one axis as a plain size, axes in ascending order where they count from one end."""
+    sizes = size if isinstance(size, tuple) else (size,)
+    check(
+        (len(sizes) > 0 and all(type(n) is int and n >= 1 for n in sizes)) or size in ("channel", "tensor"),
+        f"block size {size!r}: a whole number from 1, such numbers for a tile, 'channel' or 'tensor'",
+    )
+    if axis == -1 and len(sizes) > 1:
+        axis = tuple(range(-len(sizes), 0))
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    check(
+        all(type(n) is int for n in axes),
+        f"block axis {axis!r}: a whole number, negative from the end, or as many as the tile has extents",
+    )
+    check(
+        len(axes) == len(sizes) == len(set(axes)),
+        f"block size {size!r} and axis {axis!r}: as many axes as extents, each once",
+    )
+    if len(sizes) == 1:
+        return sizes[0], axes[0]
+    assert isinstance(size, tuple)
+    if len({n < 0 for n in axes}) == 1:
+        order = sorted(range(len(axes)), key=axes.__getitem__)
+        axes, size = tuple(axes[i] for i in order), tuple(size[i] for i in order)
+    return size, axes
+
+
+def _with_offset(element: Scalar, zero_point: int) -> Scalar:
+    plain = isinstance(element, Fixed) and not element.signed and not element.offset
+    if type(zero_point) is not int or not plain:
+        raise ValueError(
+            f"zero_point={zero_point!r}: True, or one integer for all blocks of an unsigned element, not of {element}"
+        )
+    assert isinstance(element, Fixed)
+    return replace(element, offset=zero_point)
+
+
+def _check_rule(fmt: Block) -> None:
+    rule, element = scale_rule(fmt.rule), fmt.element
+    kind = {Codebook: "a codebook", Posit: "a posit", Log: "a logarithmic number"}.get(type(element))
+    if kind is not None and (rule.to_emax or rule.midway):
+        raise ValueError(f"the rule {fmt.rule!r} needs the element's exponent range, which {kind} has not")
+    if rule.stretch and not isinstance(element, Fixed):
+        raise ValueError(f"the rule {fmt.rule!r} counts in integer steps, which {element} has not")
+    if not (rule.targets or fmt.zero_point or element.max > 0 or rule.stretch > 0):
+        raise ValueError(f"{element} has no number above zero for the rule {fmt.rule!r} to map a block's largest to")
 
 
 def _check_parts(fmt: Block) -> None:
     """Blocks are computed and decoded in float32: what is beyond it, or cannot be exact in it, is refused."""
-    if SCALE_RULES[fmt.rule].stretch and not isinstance(fmt.element, Fixed):
-        raise ValueError(f"the rule {fmt.rule!r} counts in integer steps, which {fmt.element} has not")
     if fmt.scale.nan_code is None:
         raise ValueError(f"the scale {fmt.scale} has no NaN, the mark of a block that holds NaN or infinity")
     for part in (fmt.element, fmt.scale, fmt.tensor_scale):
         if part is not None and not _fits_float32(part):
             raise ValueError(f"{part} cannot be part of a block: it has numbers beyond float32")
-    element = 0 if isinstance(fmt.element, Codebook) else fmt.element.mantissa
+    element = fmt.element.mantissa if isinstance(fmt.element, (Float, Fixed)) else 0
     if fmt.tensor_scale is not None and fmt.scale.mantissa + element > 20:
         raise ValueError(f"a scale under a tensor scale is a short one, such as 'e4m3fn', not {fmt.scale}")
 
 
 def _fits_float32(fmt: Scalar) -> bool:
-    """Whether every number of the format is a float32 (of codebooks: nearly one)."""
+    """Whether every number of the format is a float32 (of tables: nearly one)."""
     if isinstance(fmt, Float):
         return fmt.mantissa <= 23 and fmt.emax <= 127 and fmt.emin - fmt.mantissa >= -149
     if isinstance(fmt, Fixed):
         return fmt.emax <= 127 and fmt.fraction <= 126
-    return 2.0**-126 <= fmt.max < 2.0**128
+    least = fmt.max if isinstance(fmt, Codebook) else fmt.min_positive
+    return least >= 2.0**-126 and fmt.max < 2.0**128
 
 
-Format = Float | Fixed | Codebook | Block
+Format = Scalar | Block

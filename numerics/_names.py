@@ -7,105 +7,34 @@ import re
 from functools import cache
 from typing import Any
 
-from ._format import Block, Codebook, Fixed, Float, Format, Int, Scalar
+from ._format import Block, Codebook, Fixed, Float, Format, Int, Log, Posit, Scalar, Table, p3109
+from ._named import ALIASES, FINITE, FN, FNUZ, FP32, NAMED
 
-_FINITE: dict[str, Any] = {"inf": False, "nan": False}
-_FN: dict[str, Any] = {"inf": False, "nan": "top"}
-_FNUZ: dict[str, Any] = {"inf": False, "nan": "negative_zero"}
+__all__ = ["ALIASES", "GRAMMAR", "NAMED", "format", "name"]
 
-# NF4: QLoRA (Dettmers et al. 2023), appendix E: the 16 normal quantiles, normalised to [-1, 1].
-_NF4 = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
-
-_E8M0 = Float(8, 0, bias=127, signed=False, subnormal=False, zero=False, inf=False, nan="top")
-_E2M1, _E2M3, _E3M2 = (Float(e, m, **_FINITE) for e, m in ((2, 1), (2, 3), (3, 2)))
-_E4M3, _E5M2 = Float(4, 3, **_FN), Float(5, 2)
-_FP32 = Float(8, 23)
-
-NAMED: dict[str, Format] = {
-    "fp32": _FP32,
-    "tf32": Float(8, 10),
-    "bf16": Float(8, 7),
-    "fp16": Float(5, 10),
-    "e5m2": _E5M2,
-    "e4m3fn": _E4M3,
-    "e5m2fnuz": Float(5, 2, bias=16, **_FNUZ),
-    "e4m3fnuz": Float(4, 3, bias=8, **_FNUZ),
-    "e4m3b11fnuz": Float(4, 3, bias=11, **_FNUZ),
-    "e4m3": Float(4, 3),
-    "e3m4": Float(3, 4),
-    "e3m2": _E3M2,
-    "e2m3": _E2M3,
-    "e2m1": _E2M1,
-    "e8m0": _E8M0,
-    "nf4": Codebook(_NF4),
-    "mxfp8": Block(_E4M3, 32, _E8M0, "floor"),
-    "mxfp8-e5m2": Block(_E5M2, 32, _E8M0, "floor"),
-    "mxfp6": Block(_E2M3, 32, _E8M0, "floor"),
-    "mxfp6-e3m2": Block(_E3M2, 32, _E8M0, "floor"),
-    "mxfp4": Block(_E2M1, 32, _E8M0, "floor"),
-    "mxint8": Block(Fixed(8, 6), 32, _E8M0, "floor"),
-    "nvfp4": Block(_E2M1, 16, _E4M3, "absmax", tensor_scale=_FP32),
-    "msfp12": Block(Fixed(4, 2, narrow=True), 16, _E8M0, "floor"),
-    "msfp16": Block(Fixed(8, 6, narrow=True), 16, _E8M0, "floor"),
-}
-"""The formats that have names of their own; any other is spelled out."""
-
-ALIASES = {
-    "float32": "fp32",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float8_e4m3fn": "e4m3fn",
-    "float8_e4m3fnuz": "e4m3fnuz",
-    "float8_e4m3b11fnuz": "e4m3b11fnuz",
-    "float8_e4m3": "e4m3",
-    "float8_e3m4": "e3m4",
-    "float8_e5m2": "e5m2",
-    "float8_e5m2fnuz": "e5m2fnuz",
-    "float8_e8m0fnu": "e8m0",
-    "e8m0fnu": "e8m0",
-    "ue8m0": "e8m0",
-    "float6_e2m3fn": "e2m3",
-    "float6_e3m2fn": "e3m2",
-    "float4_e2m1fn": "e2m1",
-    "mxfp8-e4m3": "mxfp8",
-    "mxfp6-e2m3": "mxfp6",
-}
-"""Other libraries' names (ml_dtypes, torch, PTX) for the same formats."""
-
-_KINDS: dict[str, dict[str, Any]] = {"": {}, "ieee": {}, "fn": _FN, "fnuz": _FNUZ, "f": _FINITE}
+_KINDS: dict[str, dict[str, Any]] = {"": {}, "ieee": {}, "fn": FN, "fnuz": FNUZ, "f": FINITE}
 _FLAGS: dict[str, dict[str, Any]] = {
     "i": {"inf": True},
     "ns": {"subnormal": False},
     "nz": {"subnormal": False, "zero": False},
     "pz": {"negative_zero": False},
+    "ec": {"even": "code"},
 }
-_FLOAT = re.compile(r"(u?)e(\d+)m(\d+)(?:b(-?\d+))?(ieee|fnuz|fn|f)?(i)?(ns|nz)?(pz)?")
-_INT = re.compile(r"(u?)int(\d+)(n?)")
-_FIXED = re.compile(r"(u?)fixed(\d+)\.(-?\d+)(n?)")
-_TABLE = re.compile(r"codebook\((.*)\)")
+_FLOAT = re.compile(r"(u?)e([0-9]+)m([0-9]+)(?:b(-?[0-9]+))?(ieee|fnuz|fn|f)?(i)?(ns|nz)?(pz)?(ec)?")
+_P3109 = re.compile(r"(?:binary|p3109_k)([0-9]+)p([0-9]+)([su]?)([ef]?)")
+_FIXED = re.compile(r"(u?)(?:int([0-9]+)|fixed([0-9]+)\.(-?[0-9]+))(n|sm)?(?:b([0-9]+))?")
+_POSIT = re.compile(r"posit([0-9]+)(?:es([0-9]+))?")
+_LOG = re.compile(r"(u?)log([0-9]+)(?:\.([0-9]+))?(?:b(-?[0-9]+))?")
+_CODEBOOK = re.compile(r"codebook\((.*)\)")
 GRAMMAR = (
-    "a name (halfulp formats lists them), e{E}m{M}[b{bias}][fn|fnuz|f], [u]int{bits}, "
-    "[u]fixed{bits}.{fraction}, codebook(v,v,...), and for blocks :g{size} or :channel, :token, :tensor, "
-    "then :asym, :rule={rule}, :scale={format}, :axis={axis}, :tensor_scale={format}, :division=rounded"
+    "a name (halfulp formats lists them), e{E}m{M}[b{bias}][fn|fnuz|f], binary{K}p{P}{s|u}{e|f}, "
+    "[u]int{bits}[n|sm][b{offset}], [u]fixed{bits}.{fraction}, posit{bits}[es{ES}], [u]log{integer}.{fraction}, "
+    "codebook(v,v,...), and for blocks :g{size}, :{rows}x{columns}, :channel, :token or :tensor, then :asym, "
+    ":zero_point={code}, :rule={rule}, :scale={format}, :axis={axis}, :tensor_scale={format}, "
+    ":division=rounded|reciprocal"
 )
-_OPTIONS = ["channel", "token", "tensor", "asym", "rule=", "scale=", "axis=", "tensor_scale=", "division="]
+_VALUES = ("rule", "scale", "axis", "tensor_scale", "division", "zero_point")
+_OPTIONS = ["channel", "token", "tensor", "asym", *(f"{key}=" for key in _VALUES)]
 
 
 def format(text: str | Format) -> Format:
@@ -114,16 +43,18 @@ def format(text: str | Format) -> Format:
     >>> format("e4m3fn").max
     448.0
     >>> format("int4:g128:asym")
-    Block(element=Int(bits=4, fraction=0, signed=True, narrow=False), size=128, scale=Float(exponent=8, \
-mantissa=7, bias=127, signed=True, subnormal=True, inf=True, nan='ieee', negative_zero=True, zero=True), \
-rule='absmax', axis=-1, zero_point=True, tensor_scale=None, division='exact')
-    >>> str(format("int8:token")), str(format("mxfp4:rule=even"))
-    ('int8:channel', 'mxfp4:rule=even')
+    Block(element=Int(bits=4, fraction=0, signed=True, narrow=False, sign_magnitude=False, offset=0), size=128, \
+scale=Float(exponent=8, mantissa=7, bias=127, signed=True, subnormal=True, inf=True, nan='ieee', \
+negative_zero=True, zero=True, even='significand'), rule='absmax', axis=-1, zero_point=True, tensor_scale=None, \
+division='exact')
+    >>> str(format("int8:token")), str(format("mxfp4:rule=even")), str(format("uint8:channel:zero_point=128"))
+    ('int8:channel', 'mxfp4:rule=even', 'uint8b128:channel')
 
     ``format(str(f)) == f`` for every format. As in ml_dtypes, plain "e4m3" is the IEEE-like one with
     infinities, and "e4m3fn" is OCP's; after these may come i (an infinity below the NaN), ns (no subnormals)
-    or nz (no zero either), pz (no negative zero). The scale of ``:g`` blocks is bf16, of ``:channel`` and
-    ``:tensor`` fp32.
+    or nz (no zero either), pz (no negative zero), ec (ties to the even code). After integers n is narrow, sm
+    sign and magnitude, b{offset} what code zero has. The scale of ``:g`` blocks is bf16, of ``:channel``,
+    ``:tensor`` and tiles such as ``:128x128`` fp32.
     Raises ValueError that names the word it cannot read, near names, and the grammar.
     """
     if isinstance(text, str):
@@ -136,6 +67,8 @@ rule='absmax', axis=-1, zero_point=True, tensor_scale=None, division='exact')
 @cache
 def _read(text: str) -> Format:
     word, *options = re.split(r":(?![^(]*\))", text.strip().lower())
+    if not text.isascii():
+        raise _unreadable(text, text, [])
     base = _base(word, text)
     return _block(base, options, text) if options else base
 
@@ -153,23 +86,39 @@ def _base(word: str, text: str) -> Format:
     if word in NAMED:
         return NAMED[word]
     try:
-        if match := _FLOAT.fullmatch(word):
-            unsigned, e, m, bias, kind, *flags = match.groups()
-            fields = dict(_KINDS[kind or ""])
-            for flag in filter(None, flags):
-                fields |= _FLAGS[flag]
-            if bias is not None:
-                fields["bias"] = int(bias)
-            return Float(int(e), int(m), signed=not unsigned, **fields)
-        if match := _INT.fullmatch(word):
-            return Int(int(match[2]), signed=not match[1], narrow=bool(match[3]))
-        if match := _FIXED.fullmatch(word):
-            return Fixed(int(match[2]), int(match[3]), signed=not match[1], narrow=bool(match[4]))
-        if match := _TABLE.fullmatch(word):
-            return Codebook(tuple(float(v) for v in match[1].split(",")))
+        scalar = _scalar(word)
     except ValueError as error:
         raise ValueError(f"{word!r} is no number format: {error}") from None
-    raise _unreadable(word, text, [*NAMED, *ALIASES, "int4", "int8", "uint4", "uint8"])
+    if scalar is None:
+        known = [*NAMED, *ALIASES, "int4", "int8", "uint4", "uint8", "fixed8.6", "log4.3"]
+        raise _unreadable(word, text, known)
+    return scalar
+
+
+def _scalar(word: str) -> Scalar | None:
+    if match := _FLOAT.fullmatch(word):
+        unsigned, e, m, bias, kind, *flags = match.groups()
+        fields = dict(_KINDS[kind or ""])
+        for flag in filter(None, flags):
+            fields |= _FLAGS[flag]
+        if bias is not None:
+            fields["bias"] = int(bias)
+        return Float(int(e), int(m), signed=not unsigned, **fields)
+    if match := _P3109.fullmatch(word):
+        return p3109(int(match[1]), int(match[2]), signed=match[3] != "u", extended=match[4] != "f")
+    if match := _FIXED.fullmatch(word):
+        unsigned, whole, fixed, fraction, kind, offset = match.groups()
+        fields = {"signed": not unsigned, "narrow": kind == "n", "sign_magnitude": kind == "sm"}
+        fields["offset"] = int(offset or 0)
+        return Int(int(whole), **fields) if whole else Fixed(int(fixed), int(fraction), **fields)
+    if match := _POSIT.fullmatch(word):
+        return Posit(int(match[1]), int(match[2] or 2))
+    if match := _LOG.fullmatch(word):
+        bias = None if match[4] is None else int(match[4])
+        return Log(int(match[2]), int(match[3] or 0), bias, signed=not match[1])  # type: ignore[arg-type]
+    if match := _CODEBOOK.fullmatch(word):
+        return Codebook(tuple(float(v) for v in match[1].split(",")))
+    return None
 
 
 def _block(base: Format, options: list[str], text: str) -> Format:
@@ -180,19 +129,23 @@ def _block(base: Format, options: list[str], text: str) -> Format:
         fields["element"] = base
     for option in options:
         key, equals, value = option.partition("=")
-        if re.fullmatch(r"g\d+", option):
+        if re.fullmatch(r"g[0-9]+", option):
             fields["size"] = int(option[1:])
+        elif re.fullmatch(r"[0-9]+(x[0-9]+)+", option):
+            fields["size"] = tuple(map(int, option.split("x")))
         elif option in ("channel", "token", "tensor"):
             fields["size"] = "tensor" if option == "tensor" else "channel"
         elif option == "asym":
             fields["zero_point"] = True
-        elif equals and key in ("rule", "scale", "axis", "tensor_scale", "division"):
-            if key in ("scale", "tensor_scale"):
-                fields[key] = _base(value, text)
-            else:
-                fields[key] = int(value) if key == "axis" and re.fullmatch(r"-?\d+", value) else value
+        elif equals and key in _VALUES:
+            fields[key] = _base(value, text) if key in ("scale", "tensor_scale") else _option(key, value)
         else:
-            raise _unreadable(option, text, [*_OPTIONS, f"g{key}"])
+            numbers = re.findall("[0-9]+", key)
+            likely = [f"g{numbers[0]}"] if len(numbers) == 1 else ["x".join(numbers)]
+            raise _unreadable(option, text, [*_OPTIONS, *likely])
+    tiled = isinstance(fields.get("size"), tuple)
+    if not any(option.startswith("axis=") for option in options) and tiled != isinstance(fields.get("axis"), tuple):
+        fields.pop("axis", None)  # that of a named block of another kind
     if "size" not in fields:
         raise ValueError(f"{text!r} has block options but no block: add :g{{size}}, :channel or :tensor")
     if "scale" not in fields:
@@ -203,8 +156,16 @@ def _block(base: Format, options: list[str], text: str) -> Format:
         raise ValueError(f"{text!r} is no number format: {error}") from None
 
 
+def _option(key: str, value: str) -> Any:
+    """The value of an option: whole numbers where these are meant, for the format to check."""
+    if key not in ("axis", "zero_point") or not re.fullmatch(r"-?[0-9]+(,-?[0-9]+)*", value):
+        return value
+    numbers = tuple(map(int, value.split(",")))
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
 def _default_scale(size: object) -> Format:
-    return NAMED["bf16"] if isinstance(size, int) else _FP32
+    return NAMED["bf16"] if isinstance(size, int) else FP32
 
 
 def name(fmt: Format) -> str:
@@ -222,16 +183,29 @@ def name(fmt: Format) -> str:
 def _scalar_name(fmt: Scalar) -> str:
     if isinstance(fmt, Codebook):
         return f"codebook({','.join(map(repr, fmt.values))})"
+    if isinstance(fmt, Posit):
+        return f"posit{fmt.bits}" + f"es{fmt.es}" * (fmt.es != 2)
+    if isinstance(fmt, Log):
+        plain = fmt == Log(fmt.integer, fmt.fraction, signed=fmt.signed)
+        return "u" * (not fmt.signed) + f"log{fmt.integer}.{fmt.fraction}" + f"b{fmt.bias}" * (not plain)
     if isinstance(fmt, Fixed):
         body = f"int{fmt.bits}" if isinstance(fmt, Int) else f"fixed{fmt.bits}.{fmt.fraction}"
-        return "u" * (not fmt.signed) + body + "n" * fmt.narrow
+        kind = "n" * fmt.narrow + "sm" * fmt.sign_magnitude + f"b{fmt.offset}" * (fmt.offset > 0)
+        return "u" * (not fmt.signed) + body + kind
+    return _float_name(fmt)
+
+
+def _float_name(fmt: Float) -> str:
+    k, p = fmt.bits, fmt.mantissa + 1
+    if k >= 3 and p < k + (not fmt.signed) and fmt == p3109(k, p, fmt.signed, fmt.inf):
+        return f"binary{k}p{p}{'s' if fmt.signed else 'u'}{'e' if fmt.inf else 'f'}"
     stem = f"{'u' * (not fmt.signed)}e{fmt.exponent}m{fmt.mantissa}"
     bias = f"b{fmt.bias}" if fmt.bias != 2 ** (fmt.exponent - 1) - 1 else ""
     kind = {"ieee": "", "top": "fn", "negative_zero": "fnuz", False: "f"}[fmt.nan]
     infinity = "i" * (fmt.inf and fmt.nan != "ieee")
     zero = "" if fmt.subnormal else "ns" if fmt.zero else "nz"
     free = fmt.signed and fmt.zero and fmt.nan != "negative_zero"
-    rest = infinity + zero + "pz" * (free and not fmt.negative_zero)
+    rest = infinity + zero + "pz" * (free and not fmt.negative_zero) + "ec" * (fmt.even == "code")
     if stem + bias + kind + rest in NAMED:  # such as e2m1, which is OCP's and has no infinity
         kind = "ieee"
     return stem + bias + kind + rest
@@ -239,25 +213,33 @@ def _scalar_name(fmt: Scalar) -> str:
 
 def _block_name(fmt: Block) -> str:
     """The element with its size, or a named block of the element, and the options in which it differs."""
-    size = f":g{fmt.size}" if isinstance(fmt.size, int) else f":{fmt.size}"
+    size, axis = f":g{fmt.size}" if isinstance(fmt.size, int) else f":{fmt.size}", fmt.axis
+    last: int | tuple[int, ...] = -1
+    if isinstance(fmt.size, tuple) and isinstance(axis, tuple):
+        size, last = f":{'x'.join(map(str, fmt.size))}", tuple(range(-len(axis), 0))
+    axis_text = str(axis) if isinstance(axis, int) else ",".join(map(str, axis))
     options = {
         "size": size,
         "zero_point": ":asym",
         "scale": f":scale={fmt.scale}",
         "rule": f":rule={fmt.rule}",
-        "axis": f":axis={fmt.axis}",
+        "axis": f":axis={axis_text}",
         "tensor_scale": f":tensor_scale={fmt.tensor_scale}",
         "division": f":division={fmt.division}",
     }
     plain = {
         **{key: Block.__dataclass_fields__[key].default for key in options},
         "size": fmt.size,
+        "axis": last,
         "scale": _default_scale(fmt.size),
-        "rule": "absmax" if fmt.scale.mantissa else "floor",
+        "rule": "absmax" if fmt.scale.mantissa or isinstance(fmt.element, Table) else "floor",
     }
     stems = {f"{fmt.element}{size}": plain}
     named = {known: b for known, b in NAMED.items() if isinstance(b, Block) and b.element == fmt.element}
-    stems |= {known: vars(b) for known, b in named.items()}
+    stems |= {
+        known: vars(b) | ({} if isinstance(b.axis, tuple) == isinstance(axis, tuple) else {"axis": last})
+        for known, b in named.items()
+    }
     texts = [
         stem + "".join(text for key, text in options.items() if has[key] != getattr(fmt, key))
         for stem, has in stems.items()

@@ -122,9 +122,11 @@ def blocks_along(fmt: Block, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the scales of a tensor of the given shape."""
     if fmt.size == "tensor":
         return (1,) * len(shape)
-    axis = fmt.axis % len(shape)
-    size = shape[axis] if fmt.size == "channel" else fmt.size
-    return tuple(-(-d // max(size, 1)) if i == axis else d for i, d in enumerate(shape))
+    axes = fmt.axis if isinstance(fmt.axis, tuple) else (fmt.axis,)
+    sizes = fmt.size if isinstance(fmt.size, tuple) else (fmt.size,)
+    along = {axis % len(shape): size for axis, size in zip(axes, sizes)}
+    whole = {axis: shape[axis] if size == "channel" else int(size) for axis, size in along.items()}
+    return tuple(-(-d // max(whole[i], 1)) if i in whole else d for i, d in enumerate(shape))
 
 
 def pack_quantized(q: Quantized | Array, fmt: Format | str) -> Packed:

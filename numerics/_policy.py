@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ._format import Block, Codebook, Fixed, Float, Format
+from ._format import Block, Codebook, Fixed, Float, Format, Log, Posit
 from ._random import Stochastic
 from ._rounding import ROUNDINGS
 
@@ -24,8 +24,8 @@ class Policy:
     ``rounding``: one of `ROUNDINGS` or a `Stochastic`. A value is rounded first and tested for overflow then.
     ``overflow``: "saturate" (the largest number; infinities too), "saturate_finite" (infinities stay), "inf",
     "nan" (infinities too), "wrap" (integers modulo 2**bits; infinities become 0). Default: "inf" where the
-    format has infinities, else "saturate". Below the range of an unsigned format counts as overflow, where
-    saturating gives the lowest number.
+    format has infinities, else "saturate"; "saturate_finite" for posits, where infinity becomes NaR. Below the
+    range of an unsigned format counts as overflow, where saturating gives the lowest number.
     ``nan``: None (NaN and its sign stay where the format has them, else 0), "zero" or "max" for formats
     without NaN; or the code itself, or a pair of codes, for NaN without and with the sign bit set.
     ``zero``: "signed" (-0 and what rounds to it stay -0 where the format has it) or "positive".
@@ -72,8 +72,10 @@ class Ends(NamedTuple):
 
 def overflow_choices(fmt: Format) -> tuple[str, ...]:
     """The overflow policies that the format can express."""
+    if isinstance(fmt, Posit):
+        return ("saturate_finite", "saturate")
     if not isinstance(fmt, Float):
-        return ("saturate", "wrap") if isinstance(fmt, Fixed) else ("saturate",)
+        return ("saturate", "wrap") if isinstance(fmt, Fixed) and not fmt.sign_magnitude else ("saturate",)
     infinite = ("saturate_finite", "inf") if fmt.inf_code is not None else ()
     return ("saturate", *infinite, *(("nan",) if fmt.nan_code is not None else ()))
 
@@ -82,7 +84,7 @@ def _ends(fmt: Format, overflow: str | None, nan: Any, zero: str) -> Ends:
     assert not isinstance(fmt, Block)
     choices = overflow_choices(fmt)
     if overflow is None:
-        overflow = "inf" if "inf" in choices else "saturate"
+        overflow = "inf" if "inf" in choices else choices[0]
     if overflow not in choices:
         raise ValueError(f"overflow={overflow!r} is not possible for {fmt}: choose {', '.join(map(repr, choices))}")
     nans = _nan_codes(fmt, nan)
@@ -93,8 +95,12 @@ def _ends(fmt: Format, overflow: str | None, nan: Any, zero: str) -> Ends:
         assert infinite is not None
         under = over if overflow == "nan" else 0
         return Ends(over, infinite, under, nans, zero == "signed" and bool(fmt.negative_zero), False)
-    top = len(fmt.values) - 1 if isinstance(fmt, Codebook) else getattr(fmt, "high", 2 ** (fmt.bits - 1) - 1)
-    return Ends(top, 0 if overflow == "wrap" else top, 0, nans, False, overflow == "wrap")
+    if isinstance(fmt, Fixed):
+        negative_zero = fmt.sign_magnitude and zero == "signed"
+        return Ends(fmt.high, 0 if overflow == "wrap" else fmt.high, 0, nans, negative_zero, overflow == "wrap")
+    top = len(fmt.values) - 1 if isinstance(fmt, Codebook) else fmt.max_code
+    infinite = fmt.nan_code if isinstance(fmt, Posit) and overflow == "saturate_finite" else top
+    return Ends(top, infinite, 0, nans, zero == "signed" and isinstance(fmt, Log) and fmt.signed, False)
 
 
 def _nan_codes(fmt: Any, nan: Any) -> tuple[int, int]:
@@ -111,6 +117,8 @@ def _nan_codes(fmt: Any, nan: Any) -> tuple[int, int]:
         least = min(range(len(fmt.values)), key=lambda i: abs(fmt.values[i]))
         code = len(fmt.values) - 1 if nan == "max" else least
         return code, code
-    largest = fmt.max_code if isinstance(fmt, Float) else getattr(fmt, "high", 0)
-    code = largest if nan == "max" else 0
+    if isinstance(fmt, Fixed):
+        code = fmt.code(fmt.high if nan == "max" else 0)
+        return code, code
+    code = fmt.max_code if nan == "max" else 0
     return code, code

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 
-import numpy as np
-
-from ._backend import Array, Backend, Numpy
+from ._backend import Array, Backend, concatenate
 from ._block import (
     Quantized,
     decode_block,
@@ -20,19 +18,15 @@ from ._block import (
     zero_point_codes,
 )
 from ._codec import Rounding
-from ._format import Block
+from ._format import Block, block_elements
 from ._policy import Policy
 from ._random import Draws, Stochastic, draw, places
+from ._scale_search import searched
+from ._scales import scale_rule
+from ._tiles import from_tiles, shared_from_tiles, shared_to_tiles, to_tiles
 
 # elements worked on at a time: fewer cost more calls, more fall out of the cache
 CHUNK = 1 << 17
-
-
-def concatenate(xp: Backend, pieces: list[Array], axis: int = 0) -> Array:
-    """Pieces end to end, of numpy or torch; a single one is returned as it is."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return np.concatenate(pieces, axis) if xp is Numpy else xp.torch.cat(pieces, axis)
 
 
 def by_drawn_pieces(xp: Backend, x: Array, rule: Stochastic, work: Callable[[Array, Draws], Array]) -> Array:
@@ -59,15 +53,29 @@ def to_rows(xp: Backend, x: Array, fmt: Block) -> Array:
     """[rows, n] with the blocks along n; the whole tensor is one row for size "tensor"."""
     if fmt.size == "tensor":
         return x.reshape(1, -1)
+    if isinstance(fmt.size, tuple):
+        return to_tiles(xp, x, fmt)
     x = xp.moveaxis(x, fmt.axis, -1)
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def shared_rows(xp: Backend, x: Array, fmt: Block) -> Array:
+    """[rows, blocks] of what there is one of a block."""
+    return shared_to_tiles(xp, x, fmt) if isinstance(fmt.size, tuple) else to_rows(xp, x, fmt)
+
+
+def from_shared(xp: Backend, rows: Array, shape: tuple[int, ...], fmt: Block) -> Array:
+    """The inverse of `shared_rows`, for a tensor of that shape."""
+    return (shared_from_tiles if isinstance(fmt.size, tuple) else from_rows)(xp, rows, shape, fmt)
 
 
 def from_rows(xp: Backend, rows: Array, shape: tuple[int, ...], fmt: Block) -> Array:
     """The inverse of `to_rows`, for a tensor of that shape or for what it has one of a block."""
     if fmt.size == "tensor":
         return rows.reshape(shape if rows.shape[-1] == math.prod(shape) else (1,) * len(shape))
-    axis = fmt.axis % len(shape)
+    if isinstance(fmt.size, tuple):
+        return from_tiles(xp, rows, shape, fmt)
+    axis = fmt.axis % len(shape)  # type: ignore[operator]  # one axis
     lead = shape[:axis] + shape[axis + 1 :]
     return xp.moveaxis(rows.reshape(*lead, rows.shape[-1]), -1, axis)
 
@@ -93,7 +101,7 @@ def draw_piece(
 def _to_blocks(xp: Backend, x: Array, fmt: Block) -> Array:
     """[rows, n] to [rows, blocks, size]; a ragged end, or an empty tensor, is filled up with zeros."""
     n = x.shape[-1]
-    size = fmt.size if isinstance(fmt.size, int) else max(n, 1)
+    size = block_elements(fmt) or max(n, 1)
     blocks = max(-(-n // size), int(fmt.size == "tensor"))
     if blocks * size != n:
         x = xp.pad_last(x, blocks * size - n)
@@ -118,21 +126,24 @@ def encode_rows(
     else:
         bounds = tuple(concatenate(xp, list(pieces)) for pieces in zip(*extents))
     tensor = tensor_scale(xp, bounds, fmt)
-    shared = share(xp, bounds, fmt, tensor)
+
+    def blocks_of(where: tuple[slice, slice]) -> Array:
+        return _to_blocks(xp, xp.source(rows[where]), fmt)
+
+    found = None
+    if scale_rule(fmt.rule).search:
+        pieces = [partial(blocks_of, where) for where in slices]
+        parts = [_shared_slice(where, fmt) for where in slices]
+        found = searched(xp, bounds, fmt, tensor, pieces, parts, fmt.size == "tensor")
+    shared = share(xp, bounds, fmt, tensor, found)
     points = zero_point_codes(xp, shared, fmt)
     policy = replace(policy, overflow="saturate")
-    rule = policy.rounding
-    if isinstance(rule, Stochastic):
-        base, stride = places(rule, tuple(x.shape), None if fmt.size == "tensor" else fmt.axis)
+    draws = _block_draws(xp, x, rows, fmt, policy.rounding)
 
     def piece(where: tuple[slice, slice]) -> Array:
-        blocks = _to_blocks(xp, xp.source(rows[where]), fmt)
         part = _shared_slice(where, fmt)
-        rounding: Rounding = rule
-        if isinstance(rule, Stochastic):
-            drawn = draw_piece(xp, rule, base, stride, rows[where], where)
-            rounding = drawn._replace(value=_to_blocks(xp, drawn.value, fmt))
-        codes = encode_elements(xp, blocks, shared.at(part), fmt, policy, rounding, tensor)
+        rounding: Rounding = policy.rounding if draws is None else draws(where)
+        codes = encode_elements(xp, blocks_of(where), shared.at(part), fmt, policy, rounding, tensor)
         if finish is not None:
             codes = finish(codes, shared.code[part], None if points is None else points[part], tensor)
         return _from_blocks(codes, rows[where].shape[-1])
@@ -141,11 +152,29 @@ def encode_rows(
     shape = tuple(x.shape)
     return Quantized(
         from_rows(xp, elements, shape, fmt),
-        from_rows(xp, shared.code, shape, fmt),
-        None if points is None else from_rows(xp, points, shape, fmt),
+        from_shared(xp, shared.code, shape, fmt),
+        None if points is None else from_shared(xp, points, shape, fmt),
         tensor,
         fmt,
     )
+
+
+def _block_draws(
+    xp: Backend, x: Array, rows: Array, fmt: Block, rule: str | Stochastic
+) -> Callable[[tuple[slice, slice]], Draws] | None:
+    """What makes the random numbers of the blocks of a piece; None for other roundings."""
+    if not isinstance(rule, Stochastic):
+        return None
+    if isinstance(fmt.size, tuple):  # the elements of a tile lie apart in the tensor: drawn before it is cut
+        words = to_tiles(xp, by_drawn_pieces(xp, x, rule, lambda piece, drawn: drawn.value), fmt)
+        return lambda where: Draws(_to_blocks(xp, words[where], fmt), rule.bits, rule.threshold)
+    base, stride = places(rule, tuple(x.shape), None if fmt.size == "tensor" else fmt.axis)  # type: ignore[arg-type]
+
+    def drawn(where: tuple[slice, slice]) -> Draws:
+        draws = draw_piece(xp, rule, base, stride, rows[where], where)
+        return draws._replace(value=_to_blocks(xp, draws.value, fmt))
+
+    return drawn
 
 
 def _along(fmt: Block) -> int:
@@ -161,8 +190,8 @@ def _shared_slice(where: tuple[slice, slice], fmt: Block) -> slice:
 def decode_rows(xp: Backend, q: Quantized, wide: int) -> Array:
     """The numbers of what `encode_rows` returned."""
     fmt = q.format
-    codes, scale = to_rows(xp, q.codes, fmt), to_rows(xp, q.scale, fmt)
-    points = None if q.zero_point is None else to_rows(xp, q.zero_point, fmt)
+    codes, scale = to_rows(xp, q.codes, fmt), shared_rows(xp, q.scale, fmt)
+    points = None if q.zero_point is None else shared_rows(xp, q.zero_point, fmt)
 
     def piece(where: tuple[slice, slice]) -> Array:
         part = _shared_slice(where, fmt)

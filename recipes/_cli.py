@@ -1,8 +1,10 @@
-"""The command line: halfulp compress, score, report, formats, recipes."""
+"""The command line: halfulp compress, score, report, analyze, format, formats, recipes."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -225,28 +227,117 @@ def report(
     print(run(read_records(records), out, title=title))
 
 
+DEFAULTS = "mxfp8,mxfp4,nvfp4,int4:g128"  # what `halfulp analyze` compares unless told otherwise
+
+
 @app.command()
-def formats(name: Annotated[str | None, typer.Argument(help="A format, such as e4m3fn or int4:g128.")] = None) -> None:
-    """List the named number formats, or show one."""
+def analyze(
+    source: Annotated[str, typer.Argument(help="Checkpoint (see compress), or .safetensors, .npz or .npy file.")],
+    patterns: Annotated[
+        list[str] | None, typer.Argument(help="Tensors, such as '*.q_proj' (default: all of two axes or more).")
+    ] = None,
+    formats: Annotated[
+        str | None, typer.Option("--formats", "-f", help=f"Formats, with commas between. Default: {DEFAULTS}.")
+    ] = None,
+    under: Annotated[
+        float | None, typer.Option(help="Also find each tensor's best format of at most so many bits a number.")
+    ] = None,
+    rows: Annotated[int, typer.Option(help="Print so many tensors, the worst; 0 for all.", min=0)] = 20,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Also write a .csv, .svg or .html file of it.")
+    ] = None,
+) -> None:
+    """What number formats would do to tensors: error, clipping, underflow, the best under n bits."""
+    from ..eval._analysis_plots import analysis_file, check_ending
+    from ..eval._analyze import analyze as run
+    from ..numerics import format
+    from ._tables import analysis_lines
+
+    if out is not None:
+        check_ending(out)
+    text = formats if formats is not None else "" if under is not None else DEFAULTS
+    wanted = [format(name.strip()) for name in re.split(r",(?![^(]*\))", text) if name.strip()]
+    with _bar(f"analyze {source}") as bar:
+        found = run(source, wanted, tensors=patterns or (), under=under, progress=bar)
+    console = _console()
+    for line in analysis_lines(found, rows, _width(console)):
+        console.print(line, markup=False)
+    if out is not None:
+        analysis_file(found, out, _command())
+        print(f"\n{out}")
+
+
+def _width(console: Any) -> int:
+    """Of the terminal; 80 where there is none and nothing is said."""
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return max(60, console.width) if known else 80
+
+
+_Picture = Annotated[Path | None, typer.Option("--out", "-o", help="Also draw it: an .svg or .html file.")]
+
+
+@app.command()
+def formats(
+    names: Annotated[list[str] | None, typer.Argument(help="Formats, such as e4m3fn or int4:g128.")] = None,
+    out: _Picture = None,
+) -> None:
+    """List the named number formats, or show some."""
     from rich.table import Table
 
     from ..numerics import NAMED
-    from ._show import rows, summary
+    from ._show import rows
 
-    if name is not None:
-        for line in summary(name):
-            print(line)
+    if names:
+        one_format(names, out)
         return
+    if out is not None:
+        raise ValueError(f"name the formats to draw into {out}, such as: halfulp format e3m2 e2m3 -o {out}")
     table = Table("format", "bits", "largest", "smallest > 0", "specials, scale", box=None, pad_edge=False)
     for known in NAMED:
         table.add_row(*rows(known))
     _console(width=None if sys.stdout.isatty() else 110).print(table)
 
 
-@app.command(name="format", hidden=True)
-def one_format(name: str) -> None:
-    """Show one number format."""
-    formats(name)
+@app.command(name="format")
+def one_format(
+    names: Annotated[list[str], typer.Argument(help="A format, such as e3m2 or mxfp4, or several to compare.")],
+    out: _Picture = None,
+    codes: Annotated[bool, typer.Option("--codes", help="Print every code with its number.")] = False,
+) -> None:
+    """Show a number format: its range, precision and numbers. Compare several."""
+    from ..numerics import format
+    from ._show import code_table, comparison, summary
+
+    wanted = list(dict.fromkeys(format(name) for name in names))
+    console = _console()
+    width = _width(console)
+    unicode = "utf" in (sys.stdout.encoding or "").lower()
+    if codes:
+        lines = [line for fmt in wanted for line in code_table(fmt, width)]
+    elif len(wanted) == 1:
+        lines = summary(wanted[0], width, unicode)
+    else:
+        lines = comparison(wanted, width, unicode)
+    if out is not None:
+        from ..eval import write_picture
+
+        write_picture(wanted, out)
+    _print_keyed(console, lines)
+    if out is not None:
+        print(f"\n{out}")
+
+
+def _print_keyed(console: Any, lines: list[str]) -> None:
+    """On a terminal the first line stands out, and keys from what they say."""
+    from rich.text import Text
+
+    from ._number_line import KEY
+
+    for i, line in enumerate(lines):
+        text = Text(line, style="" if i else "bold")
+        if i and line[:KEY].endswith(" ") and line[:1].strip():
+            text.stylize("cyan", 0, KEY)
+        console.print(text)
 
 
 @app.command()

@@ -12,7 +12,7 @@ def modules():
     for package in ("numerics", "compress", "eval", "recipes"):
         home = importlib.import_module(f"halfulp.{package}")
         yield home.__name__
-        yield from (f"{home.__name__}.{info.name}" for info in pkgutil.iter_modules(home.__path__))
+        yield from (info.name for info in pkgutil.walk_packages(home.__path__, f"{home.__name__}."))
 
 
 @pytest.mark.parametrize("name", list(modules()))

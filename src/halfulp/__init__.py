@@ -15,50 +15,89 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .compress import chain, compress, load, open_checkpoint, plan_of, prune, quantize
-    from .eval import text
+    from .eval import analyze, text
     from .numerics import (
         Block,
+        Cast,
         Codebook,
         Fixed,
         Float,
         Format,
         Int,
+        LossScale,
+        Roles,
         Stochastic,
+        accumulator,
+        best_format,
         cast,
         decode,
+        describe,
+        dot,
+        emulate,
+        emulate_jax,
         encode,
+        error_report,
+        error_stats,
+        fake_quantize,
         format,
+        matmul,
+        optimal_clip,
         pack,
+        quantize_optimizer,
+        quantize_updates,
+        scaled_step,
         unpack,
     )
 
 _WHERE = {
-    "numerics": "Block Codebook Fixed Float Format Int Stochastic cast decode encode format pack unpack",
+    "numerics": (
+        "Block Cast Codebook Fixed Float Format Int LossScale Roles Stochastic accumulator best_format cast "
+        "decode describe dot emulate emulate_jax encode error_report error_stats fake_quantize format matmul "
+        "optimal_clip pack quantize_optimizer quantize_updates scaled_step unpack"
+    ),
     "compress": "chain compress load open_checkpoint plan_of prune quantize",
-    "eval": "text",
+    "eval": "analyze text",
 }
 _HOMES = {name: package for package, names in _WHERE.items() for name in names.split()}
 
 __all__ = [
     "Block",
+    "Cast",
     "Codebook",
     "Fixed",
     "Float",
     "Format",
     "Int",
+    "LossScale",
+    "Roles",
     "Stochastic",
+    "accumulator",
+    "analyze",
+    "best_format",
     "cast",
     "chain",
     "compress",
     "decode",
+    "describe",
+    "dot",
+    "emulate",
+    "emulate_jax",
     "encode",
+    "error_report",
+    "error_stats",
+    "fake_quantize",
     "format",
     "load",
+    "matmul",
     "open_checkpoint",
+    "optimal_clip",
     "pack",
     "plan_of",
     "prune",
     "quantize",
+    "quantize_optimizer",
+    "quantize_updates",
+    "scaled_step",
     "text",
     "unpack",
 ]

@@ -1,5 +1,6 @@
 """What is stored against compressed-tensors' own decoders, and that codes come back as they went."""
 
+import re
 import warnings
 
 import pytest
@@ -77,6 +78,20 @@ ODD = [
     "int3:channel:axis=-2",
     "mxfp4:axis=0",
     "nvfp4:axis=-2",
+    "e4m3fn:8x16",
+    "int4:5x7:asym",
+    "nvfp4:4x16",
+    "posit8:g32:rule=absmax(1)",
+    "posit16",
+    "log4.3:channel",
+    "int8sm:channel",
+    "int8sm:channel:scale=bf16",
+    "uint8b128:channel",
+    "uint4b8:g32",
+    "int1:g32:rule=absmax_full",
+    "binary8p4se:g32",
+    "int4:g32:rule=mse(6,7)",
+    "nvfp4:rule=nv",
 ]
 SHAPES = [(64, 96), (48, 64), (5, 64), (1, 32)]
 
@@ -199,6 +214,26 @@ def test_ours_gives_the_codes_back(fmt, shape):
     assert same_codes(back, codes)
     a, b = (decode(x, None if isinstance(x, Quantized) else fmt) for x in (back, codes))
     assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "fmt", ["e4m3fn:8x16", "posit8:g32", "log4.3:channel", "int8sm:channel", "uint4b8:g32", "int1:g32:rule=absmax_full"]
+)
+def test_what_their_layout_cannot_hold_is_refused_by_name(fmt):
+    plan = plan_of({"a.weight": (32, 64)}, quantize(fmt))
+    assert choose(plan)[0] == OURS
+    with pytest.raises(ValueError, match=f"the compressed-tensors layout has no {re.escape(str(format(fmt)))}"):
+        choose(plan, THEIRS)
+
+
+def test_tiles_lie_over_outputs_and_inputs():
+    row, step = planned("e4m3fn:8x16", (33, 70))
+    assert (row.weights.size, rowwise(row)) == ((8, 16), False)
+    codes = step.apply(Weight(weight_of((33, 70))), row).codes
+    assert [spec.shape for spec in stored(row, OURS)] == [(33, 70), (5, 20)]
+    assert torch.equal(decode(restore(store(codes, row, OURS), row, OURS)), decode(codes))
+    with pytest.raises(ValueError, match="a weight's tiles lie along its last two axes"):
+        planned("e4m3fn:8x16:axis=0,1", (33, 70))
 
 
 @pytest.mark.parametrize("layout", [OURS, THEIRS])

@@ -80,7 +80,7 @@ def test_patterns_come_as_one_or_many(names):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"weights": "int99"}, "'int99' is no number format: integers have 2 to 16 bits here, got 99"),
+        ({"weights": "int99"}, "'int99' is no number format: integers have 1 to 16 bits here, got 99"),
         ({"weights": "mxpf4"}, "did you mean mxfp4"),
         ({"weights": ""}, "cannot read ''"),
         ({"weights": None}, "quantize needs the format of the weights"),

@@ -9,7 +9,8 @@ import numpy as np
 from halfulp import numerics as hn
 
 SMALL = [
-    *(n for n, f in hn.NAMED.items() if not isinstance(f, hn.Block) and f.bits <= 8),
+    *(n for n, f in hn.NAMED.items() if isinstance(f, (hn.Float, hn.Fixed)) and f.bits <= 8 and n[:6] != "binary"),
+    "nf4",
     *["e4m3f", "e3m0fn", "e1m2f", "e2m1", "e2m2fn", "e3m3", "e5m2ns", "e4m3fnns", "ue4m3fn", "ue5m3", "e8m0"],
     *["e3m4b2fnuz", "e4m3b-3fn", "ue3m0fn", "e6m1", "e7m0fn"],
     *(f"int{b}" for b in range(2, 9)),
@@ -20,6 +21,31 @@ SMALL = [
     hn.Float(3, 2, negative_zero=False, inf=False, nan=False),
 ]
 SMALL_FORMATS = list(dict.fromkeys(hn.format(f) for f in SMALL))
+# formats of later families, with tests of their own: test_formats_*
+P3109_FORMATS = [
+    hn.p3109(k, p, signed, extended)
+    for k in (3, 4, 5, 6, 7, 8)
+    for p in range(1, k + 1)
+    for signed in (True, False)
+    for extended in (True, False)
+    if p < k + (not signed)
+]
+INTEGER_FORMATS = [
+    hn.format(n)
+    for n in [
+        *["int1", "int2sm", "int4sm", "int8sm", "fixed6.3sm", "fixed5.-2sm", "fixed1.3"],
+        *["uint8b128", "uint4b8", "ufixed6.2b5", "uint1b1", "uint3b7"],
+    ]
+]
+POSIT_FORMATS = [hn.Posit(bits, es) for bits in range(2, 9) for es in (0, 1, 2, 3) if es == 2 or bits in (2, 4, 6, 8)]
+LOG_FORMATS = [
+    hn.format(n)
+    for n in ["log4.3", "log3.2", "ulog4.4", "log5.0", "log0.5", "log2.1b9", "ulog3.3b-2", "log7.0", "log1.0", "log7.0b-300"]
+]
+CODEBOOK_FORMATS = [
+    hn.format(n)
+    for n in ["binary", "ternary", "codebook(-1.5,-0.25,0,0.1,3)", "codebook(1,2,4,8)", "codebook(-3,-1,2.5)", "nf4"]
+]
 WIDE_FORMATS = [
     hn.format(n) for n in ["fp16", "bf16", "tf32", "fp32", "e6m9", "e5m14fn", "e11m20", "int12", "fixed16.9"]
 ]
@@ -42,6 +68,17 @@ def to_jax(x):
 
 
 BACKENDS = {"numpy": to_numpy, "torch": to_torch, "jax": to_jax}
+
+
+def by_backend(formats, jax):
+    """Parameters (backend, format): numpy and torch with each format, jax, slow to compile, with those named."""
+    import pytest
+
+    return [
+        pytest.param(kind, fmt, id=f"{kind}-{fmt}", marks=[pytest.mark.slow] * (kind == "jax" and str(fmt) not in jax))
+        for fmt in formats
+        for kind in BACKENDS
+    ]
 
 
 def same(a, b):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from halfulp import numerics as hn
-from halfulp.numerics import _oracle, _rows
+from halfulp.numerics import _oracle, _oracle_blocks, _rows
 
 from .common import BACKENDS, exact, same
 
@@ -37,6 +37,8 @@ def block(element, scale, **fields):
 def formats(element, scale):
     """The element under the scale with every rule that goes with it, and about a zero point."""
     for rule in hn.SCALE_RULES:
+        if rule == "mse":  # slow to check, and has tests of its own: test_block_rules
+            continue
         try:
             yield block(element, scale, rule=rule)
         except ValueError as error:
@@ -113,7 +115,7 @@ def critical_blocks(fmt):
 
 def oracle(fmt, x, rounding="nearest_even"):
     values = {index: exact(v) for index, v in np.ndenumerate(x)}
-    return _oracle.encode_blocks(fmt, values, x.shape, rounding, 8 * x.dtype.itemsize if x.dtype == "f8" else 32)
+    return _oracle_blocks.encode_blocks(fmt, values, x.shape, rounding, 8 * x.dtype.itemsize if x.dtype == "f8" else 32)
 
 
 def filled(entries, like):
@@ -137,7 +139,7 @@ def assert_like_oracle(fmt, x, rounding="nearest_even"):
     assert (q.tensor_scale is None) == (right.tensor_scale is None)
     assert q.tensor_scale is None or exact(q.tensor_scale) == right.tensor_scale
     for wide, dtype in ((32, np.float32), (64, np.float64)):
-        numbers = {i: float(v) for i, v in _oracle.decode_blocks(fmt, right, x.shape, wide).items()}
+        numbers = {i: float(v) for i, v in _oracle_blocks.decode_blocks(fmt, right, x.shape, wide).items()}
         assert same(hn.decode(q, dtype=dtype), filled(numbers, np.zeros(x.shape, dtype))), str(fmt)
     assert same(hn.cast(x, fmt, rounding=rounding), hn.decode(q, dtype=x.dtype))
 
@@ -416,7 +418,7 @@ def test_a_zero_point_keeps_zero_exact():
 
 def test_bad_blocks_say_what_would_do():
     for arguments, message in [
-        (("e2m1", 0), "block size 0: a whole number from 1, 'channel' or 'tensor'"),
+        (("e2m1", 0), "block size 0: a whole number from 1, such numbers for a tile, 'channel' or 'tensor'"),
         (("e2m1", "row"), "block size 'row'"),
         (("e2m1", 32, "e8m0", "round"), "scale rule 'round': choose one of floor, ceil"),
         (("e2m1", 32, "int8"), "a block's scale is a Float"),
@@ -524,11 +526,13 @@ def test_the_oracle_itself():
     """Answers worked out by hand."""
     fmt = hn.format("int4:g4:asym")
     x = {(i,): Fraction(v) for i, v in enumerate((-1, 0, 2, 14))}
-    b = _oracle.encode_blocks(fmt, x, (4,))
+    b = _oracle_blocks.encode_blocks(fmt, x, (4,))
     assert (b.scales, b.zero_points) == ({(0,): 0x3F80}, {(0,): 0x9})  # scale 1, -1 falls on -8: zero is -7
     assert list(b.codes.values()) == [0x8, 0x9, 0xB, 0x7]
-    assert list(_oracle.decode_blocks(fmt, b, (4,), 32).values()) == [-1, 0, 2, 14]
+    assert list(_oracle_blocks.decode_blocks(fmt, b, (4,), 32).values()) == [-1, 0, 2, 14]
     nv = hn.format("nvfp4:g2")
-    b = _oracle.encode_blocks(nv, {(0,): Fraction(2688), (1,): Fraction(448)}, (2,))
+    b = _oracle_blocks.encode_blocks(nv, {(0,): Fraction(2688), (1,): Fraction(448)}, (2,))
     assert (b.tensor_scale, b.scales, list(b.codes.values())) == (1, {(0,): 0x7E}, [7, 2])
-    assert math.isnan(_oracle.decode_blocks(nv, _oracle.encode_blocks(nv, {(0,): math.inf}, (1,)), (1,), 32)[(0,)])
+    assert math.isnan(
+        _oracle_blocks.decode_blocks(nv, _oracle_blocks.encode_blocks(nv, {(0,): math.inf}, (1,)), (1,), 32)[(0,)]
+    )

@@ -37,6 +37,7 @@ def floats(draw, bits=16):
                 "subnormal": st.booleans(),
                 "zero": st.booleans(),
                 "negative_zero": st.sampled_from([None, True, False]),
+                "even": st.sampled_from(["significand", "code"]),
                 "bias": st.one_of(st.none(), st.integers(-40, 300)),
             }
         )
@@ -46,16 +47,38 @@ def floats(draw, bits=16):
 
 @st.composite
 def fixeds(draw):
-    bits, signed, narrow = draw(st.integers(1, 16)), draw(st.booleans()), draw(st.booleans())
+    bits, signed = draw(st.integers(1, 16)), draw(st.booleans())
+    narrow, magnitude = draw(st.sampled_from([(False, False), (True, False), (False, True), (True, True)]))
+    offset = draw(st.one_of(st.just(0), st.integers(0, 2**16 - 1)))
     if draw(st.booleans()):
-        return valid(lambda: hn.Int(bits, signed=signed, narrow=narrow))
-    return valid(lambda: hn.Fixed(bits, draw(st.integers(-20, 20)), signed, narrow))
+        return valid(lambda: hn.Int(bits, signed, narrow, magnitude, offset))
+    return valid(lambda: hn.Fixed(bits, draw(st.integers(-20, 20)), signed, narrow, magnitude, offset))
 
 
 codebooks = st.lists(st.floats(-1e30, 1e30), min_size=2, max_size=20, unique=True).map(
     lambda values: hn.Codebook(tuple(sorted(values)))
 )
-scalars = st.one_of(floats(), fixeds(), codebooks)
+posits = st.builds(lambda bits, es: valid(lambda: hn.Posit(bits, es)), st.integers(2, 16), st.integers(0, 6))
+logs = st.builds(
+    lambda i, f, bias, signed: valid(lambda: hn.Log(i, f, bias, signed)),
+    st.integers(0, 11),
+    st.integers(0, 10),
+    st.one_of(st.none(), st.integers(-20, 300)),
+    st.booleans(),
+)
+p3109s = st.builds(
+    lambda k, p, signed, extended: valid(lambda: hn.p3109(k, p, signed, extended)),
+    st.integers(3, 16),
+    st.integers(1, 16),
+    st.booleans(),
+    st.booleans(),
+)
+scalars = st.one_of(floats(), fixeds(), codebooks, posits, logs, p3109s)
+sizes = st.one_of(
+    st.integers(1, 300),
+    st.sampled_from(["channel", "tensor"]),
+    st.lists(st.integers(1, 300), min_size=2, max_size=3).map(tuple),
+)
 
 
 @st.composite
@@ -64,13 +87,13 @@ def blocks(draw):
     fields = draw(
         st.fixed_dictionaries(
             {
-                "size": st.one_of(st.integers(1, 300), st.sampled_from(["channel", "tensor"])),
+                "size": sizes,
                 "scale": scale,
-                "rule": st.one_of(st.none(), st.sampled_from(list(hn.SCALE_RULES))),
-                "axis": st.integers(-3, 3),
-                "zero_point": st.booleans(),
+                "rule": st.one_of(st.none(), st.sampled_from([*hn.SCALE_RULES, "mse(4,6)", "absmax(2.5)"])),
+                "axis": st.one_of(st.integers(-3, 3), st.permutations(range(-3, 3)).map(lambda axes: tuple(axes[:2]))),
+                "zero_point": st.sampled_from([True, False, False, 8]),
                 "tensor_scale": st.one_of(st.none(), st.just(hn.format("fp32")), floats()),
-                "division": st.sampled_from(["exact", "rounded"]),
+                "division": st.sampled_from(["exact", "rounded", "reciprocal"]),
             }
         )
     )
@@ -151,6 +174,15 @@ def test_short_names_of_usual_blocks():
         "int4:g32:scale=fp16",
         "e2m1:g16:scale=e4m3fn",
         "uint4:g128:asym:scale=e8m0:rule=absmax",
+        "e4m3fn:128x128",
+        "mxfp4:16x32:axis=-3,-1",
+        "nvfp4:rule=mse(4,6)",
+        "nvfp4:division=reciprocal",
+        "uint4b8:g128",
+        "int8sm:channel",
+        "posit8:g32",
+        "binary8p4se:channel",
+        "log4.3:tensor",
     ):
         assert str(hn.format(text)) == text
     assert str(hn.Block("e2m1", 32)) == "mxfp4"
@@ -185,6 +217,13 @@ def test_equal_formats_are_one_value():
         ("int4:chanel", "channel"),
         ("int8:channel:rle=absmax", "rule="),
         ("int4:g128:scale=bf17", "bf16"),
+        ("posti8", "posit8"),
+        ("binray", "binary"),
+        ("binary8p3sx", "binary8p3se"),
+        ("log4,3", "log4.3"),
+        ("int4:g129q", "g129"),
+        ("e4m3fn:128x128x", "128x128"),
+        ("uint8:channel:zero_pont=128", "zero_point="),
     ],
 )
 def test_typos_name_what_is_near(text, near):
@@ -203,8 +242,9 @@ def test_typos_name_what_is_near(text, near):
     [
         ("", "cannot read '' as a number format"),
         ("quux", r"cannot read 'quux' as a number format\. A format is a name"),
-        ("int17", "'int17' is no number format: integers have 2 to 16 bits here, got 17"),
-        ("int1", "'int1' is no number format: integers have 2 to 16 bits"),
+        ("int17", "'int17' is no number format: integers have 1 to 16 bits here, got 17"),
+        ("int1n", "'int1n' is no number format: integers have 2 to 16 bits"),
+        ("int0", "integers have 1 to 16 bits here, got 0"),
         ("uint0", "integers have 1 to 16 bits here, got 0"),
         ("uint4n", "narrow=True is for signed integers"),
         ("e0m3", "Float needs exponent >= 1"),
@@ -226,8 +266,8 @@ def test_typos_name_what_is_near(text, near):
         ("int4:g8:axis=x", "block axis 'x': a whole number"),
         ("int4:g8:scale=mxfp4", "a block's scale is a Float, got mxfp4"),
         ("int4:g8:tensor_scale=int8", "a block's tensor_scale is a Float, got int8"),
-        ("e2m1:g8:asym", "a zero point needs an integer element and the rule 'absmax'"),
-        ("e2m1:g8:division=fast", "division 'fast': choose 'exact' or 'rounded'"),
+        ("e2m1:g8:asym", "a zero point needs an integer element, two's complement or unsigned, and the rule 'absmax'"),
+        ("e2m1:g8:division=fast", "division 'fast': choose 'exact', 'rounded', 'reciprocal'"),
     ],
 )
 def test_what_a_wrong_name_says(text, message):
@@ -255,7 +295,7 @@ def test_contradictory_fields():
         (lambda: hn.Codebook((0.0, np.nan)), "finite values in ascending order"),
         (lambda: hn.Codebook((0.0, np.inf)), "finite values"),
         (lambda: hn.Codebook((1.0, 1.0)), "ascending order"),
-        (lambda: hn.Fixed(17), "integers have 2 to 16 bits"),
+        (lambda: hn.Fixed(17), "integers have 1 to 16 bits"),
     ]:
         with pytest.raises(ValueError, match=message):
             make()
@@ -281,3 +321,30 @@ def test_properties_of_known_formats():
     assert hn.format("nvfp4").bits_per_element == 4.5
     assert hn.format("int4:g128:asym").bits_per_element == 4 + 20 / 128
     assert (hn.Int(4).low, hn.Int(4).high, hn.Int(4, narrow=True).low) == (-8, 7, -7)
+
+
+@pytest.mark.parametrize(
+    "text", ["int\u0664", "int4:g\u0661\u0662\u0668", "codebook(\u0660,1)", "e\u0664m3", "\uff49nt4"]
+)
+def test_only_ascii_digits_are_digits(text):
+    with pytest.raises(ValueError, match=r"cannot read .* as a number format"):
+        hn.format(text)
+
+
+def test_other_spellings():
+    for text, fmt in [
+        ("binary8p3", hn.p3109(8, 3)),
+        ("p3109_k8p3uf", hn.p3109(8, 3, False, False)),
+        ("binary8p4sf", hn.format("e4m3fnuz")),
+        ("posit16es2", hn.Posit(16)),
+        ("log4", hn.Log(4)),
+        ("uint8:channel:zero_point=128", hn.Block(hn.Int(8, False, offset=128), "channel", "fp32")),
+        ("e4m3fn:128x128:axis=1,0", hn.Block("e4m3fn", (128, 128), "fp32", axis=(0, 1))),
+        ("mxint8-symmetric", hn.Block(hn.Fixed(8, 6, narrow=True))),
+        ("mxint8_symmetric", hn.Block(hn.Fixed(8, 6, narrow=True))),
+        ("msfp12", hn.Block(hn.Fixed(4, 2, sign_magnitude=True), 16)),
+        ("nvfp4:rule=mse( 6.0,4)", hn.Block("e2m1", 16, "e4m3fn", "mse(4,6)", tensor_scale="fp32")),
+    ]:
+        assert hn.format(text) == fmt, text
+    bits = {f"msfp{n}": n - 8 + 8 / 16 for n in range(11, 17)}
+    assert {name: hn.format(name).bits_per_element for name in bits} == bits
