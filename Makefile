@@ -8,7 +8,7 @@ export HF_HUB_DISABLE_TELEMETRY := 1
 # threads that wait should sleep: spinning ones stall everything on a busy machine
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-slow lint schema bench clean
+.PHONY: demo test test-slow lint schema docs bench clean
 
 demo: $(VENV)/.ready
 	rm -rf demo
@@ -35,8 +35,18 @@ lint: $(VENV)/.ready
 schema: $(VENV)/.ready
 	$(BIN)/halfulp recipes --schema > docs/recipe.schema.json
 
+# the tables in docs/, from the code
+docs: $(VENV)/.ready
+	$(BIN)/python docs/tables.py
+
+# the tables in docs/, from the code
+docs: $(VENV)/.ready
+	$(BIN)/python docs/tables.py
+
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/numerics.py
+	$(BIN)/python benchmarks/accumulate.py
+	$(BIN)/python benchmarks/accumulate.py
 	$(BIN)/python benchmarks/stream.py --gb 2
 
 # torch comes first and pinned: an unpinned torch brings gigabytes of GPU libraries with it

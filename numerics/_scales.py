@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 
@@ -16,6 +16,7 @@ class ScaleRule:
     ``targets``. ``round_amax`` first rounds amax to the element's own precision; ``rounding`` rounds the
     scale, once. ``zero``: a scale may round to zero, and the block with it; otherwise it is at least the
     smallest scale. ``search``: of the scales for all targets, the one that loses least (see `Block`).
+    ``meaning`` says it in words, with the source.
     """
 
     rounding: str
@@ -26,32 +27,67 @@ class ScaleRule:
     zero: bool = False
     search: bool = False
     targets: tuple[float, ...] = ()
+    meaning: str = field(default="", compare=False, repr=False)
 
 
 SCALE_RULES: dict[str, ScaleRule] = {
-    # OCP MX v1.0 section 6.3: floor(log2(amax)) - emax; the largest elements may saturate
-    "floor": ScaleRule("toward_zero", to_emax=True),
-    # ceil(log2(amax)) - emax: nothing saturates, up to a bit of range unused
-    "ceil": ScaleRule("up", to_emax=True),
-    # floor after amax is rounded to the element's precision (torchao's and compressed-tensors' EVEN)
-    "even": ScaleRule("toward_zero", to_emax=True, round_amax=True),
-    # smallest scale with amax / scale <= max: NVIDIA's RCEIL, and what cuDNN's block scaling does for any scale
-    "rceil": ScaleRule("up"),
-    # floor, and one more where amax is nearer to the next power of two than to what saturation makes of it
-    # (the alternative scale selection of Brevitas' MX tests)
-    "midmax": ScaleRule("up", midway=True),
-    # amax maps to the largest number: int4 has amax / 7; with an argument to that, as in "absmax(4)"
-    "absmax": ScaleRule("nearest_even"),
-    # amax / 7.5 for int4: both ends of two's complement clip by half a step (torchao)
-    "absmax_half": ScaleRule("nearest_even", stretch=0.5),
-    # amax / 8 for int4: the positive end clips by a whole step
-    "absmax_full": ScaleRule("nearest_even", stretch=1.0),
-    # absmax with whatever scale comes out, subnormal or zero (NVIDIA, "Pretraining large language models with
-    # NVFP4", 2025, appendix): blocks far below the tensor's largest vanish, and so do blocks of zeros
-    "nv": ScaleRule("nearest_even", zero=True),
-    # amax maps to each target in turn, and the scale with the least squared error stays; "mse(4,6)" for e2m1 is
-    # Four Over Six (Cook et al. 2025); without targets see `search_targets`
-    "mse": ScaleRule("nearest_even", search=True),
+    "floor": ScaleRule(
+        "toward_zero",
+        to_emax=True,
+        meaning="OCP MX v1.0 section 6.3: floor(log2(amax)) - emax; the largest elements may saturate",
+    ),
+    "ceil": ScaleRule(
+        "up", to_emax=True, meaning="ceil(log2(amax)) - emax: nothing saturates, up to a bit of range unused"
+    ),
+    "even": ScaleRule(
+        "toward_zero",
+        to_emax=True,
+        round_amax=True,
+        meaning="floor after amax is rounded to the element's precision (torchao's and compressed-tensors' EVEN)",
+    ),
+    "rceil": ScaleRule(
+        "up",
+        meaning=(
+            "smallest scale with amax / scale <= max: NVIDIA's RCEIL, and what cuDNN's block scaling does for any scale"
+        ),
+    ),
+    "midmax": ScaleRule(
+        "up",
+        midway=True,
+        meaning=(
+            "floor, and one more where amax is nearer to the next power of two than to what saturation makes "
+            "of it (the alternative scale selection of Brevitas' MX tests)"
+        ),
+    ),
+    "absmax": ScaleRule(
+        "nearest_even",
+        meaning="amax maps to the largest number: int4 has amax / 7; with an argument to that, as in 'absmax(4)'",
+    ),
+    "absmax_half": ScaleRule(
+        "nearest_even",
+        stretch=0.5,
+        meaning="amax / 7.5 for int4: both ends of two's complement clip by half a step (torchao)",
+    ),
+    "absmax_full": ScaleRule(
+        "nearest_even", stretch=1.0, meaning="amax / 8 for int4: the positive end clips by a whole step"
+    ),
+    "nv": ScaleRule(
+        "nearest_even",
+        zero=True,
+        meaning=(
+            "absmax with whatever scale comes out, subnormal or zero (NVIDIA, 'Pretraining large language "
+            "models with NVFP4', 2025, appendix): blocks far below the tensor's largest vanish, and so do "
+            "blocks of zeros"
+        ),
+    ),
+    "mse": ScaleRule(
+        "nearest_even",
+        search=True,
+        meaning=(
+            "amax maps to each target in turn, and the scale with the least squared error stays; 'mse(4,6)' "
+            "for e2m1 is Four Over Six (Cook et al. 2025); without targets see `search_targets`"
+        ),
+    ),
 }
 """Scale rules by name."""
 

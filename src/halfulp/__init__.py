@@ -24,7 +24,9 @@ if TYPE_CHECKING:
         Float,
         Format,
         Int,
+        Log,
         LossScale,
+        Posit,
         Roles,
         Stochastic,
         accumulator,
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "numerics": (
-        "Block Cast Codebook Fixed Float Format Int LossScale Roles Stochastic accumulator best_format cast "
+        "Block Cast Codebook Fixed Float Format Int Log LossScale Posit Roles Stochastic accumulator best_format cast "
         "decode describe dot emulate emulate_jax encode error_report error_stats fake_quantize format matmul "
         "optimal_clip pack quantize_optimizer quantize_updates scaled_step unpack"
     ),
@@ -68,7 +70,9 @@ __all__ = [
     "Float",
     "Format",
     "Int",
+    "Log",
     "LossScale",
+    "Posit",
     "Roles",
     "Stochastic",
     "accumulator",

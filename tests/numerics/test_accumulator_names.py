@@ -124,11 +124,7 @@ def test_a_thread_that_flushes_subnormals_is_refused():
         torch.set_flush_denormal(False)
 
 
-def test_every_machine_and_kind_is_in_the_docs():
+def test_every_kind_is_in_the_docs():
     text = (Path(__file__).parents[2] / "docs" / "accumulators.md").read_text()
-    for name, h in hn.HARDWARE.items():
-        operands, known = ", ".join(h.operands), "yes" if h.verified else "no"
-        row = f"| {name} | {h.machine} | {h.instruction} | {operands} | `{h.rule}` | {known} | {h.evidence} |"
-        assert row in text, row
     for kind in (hn.Sequential, hn.Pairwise, hn.Chunked, hn.Aligned, hn.AlignedLate, hn.Integer, hn.Exact):
         assert f"| `{kind.__name__}` |" in text
