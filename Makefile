@@ -39,13 +39,8 @@ schema: $(VENV)/.ready
 docs: $(VENV)/.ready
 	$(BIN)/python docs/tables.py
 
-# the tables in docs/, from the code
-docs: $(VENV)/.ready
-	$(BIN)/python docs/tables.py
-
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/numerics.py
-	$(BIN)/python benchmarks/accumulate.py
 	$(BIN)/python benchmarks/accumulate.py
 	$(BIN)/python benchmarks/stream.py --gb 2
 

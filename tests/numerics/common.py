@@ -40,11 +40,30 @@ INTEGER_FORMATS = [
 POSIT_FORMATS = [hn.Posit(bits, es) for bits in range(2, 9) for es in (0, 1, 2, 3) if es == 2 or bits in (2, 4, 6, 8)]
 LOG_FORMATS = [
     hn.format(n)
-    for n in ["log4.3", "log3.2", "ulog4.4", "log5.0", "log0.5", "log2.1b9", "ulog3.3b-2", "log7.0", "log1.0", "log7.0b-300"]
+    for n in [
+        "log4.3",
+        "log3.2",
+        "ulog4.4",
+        "log5.0",
+        "log0.5",
+        "log2.1b9",
+        "ulog3.3b-2",
+        "log7.0",
+        "log1.0",
+        "log7.0b-300",
+    ]
 ]
 CODEBOOK_FORMATS = [
     hn.format(n)
-    for n in ["binary", "ternary", "codebook(-1.5,-0.25,0,0.1,3)", "codebook(1,2,4,8)", "codebook(-3,-1,2.5)", "nf4"]
+    for n in [
+        "binary",
+        "ternary",
+        "codebook(-1.5,-0.25,0,0.1,3)",
+        "codebook(1,2,4,8)",
+        "codebook(-3,-1,2.5)",
+        "codebook(-1e300,0,1,1e300)",
+        "nf4",
+    ]
 ]
 WIDE_FORMATS = [
     hn.format(n) for n in ["fp16", "bf16", "tf32", "fp32", "e6m9", "e5m14fn", "e11m20", "int12", "fixed16.9"]
@@ -68,6 +87,20 @@ def to_jax(x):
 
 
 BACKENDS = {"numpy": to_numpy, "torch": to_torch, "jax": to_jax}
+
+
+def run(kind, function, x, *arguments, **options):
+    """What a function makes of x in a backend, as numpy; under jit in jax, where every operation by itself would
+    be compiled by itself."""
+
+    def call(v):
+        return function(v, *arguments, **options)
+
+    if kind == "jax":
+        import jax
+
+        call = jax.jit(call)
+    return np.asarray(call(BACKENDS[kind](x)))
 
 
 def by_backend(formats, jax):

@@ -9,7 +9,7 @@ from halfulp import numerics as hn
 from halfulp.numerics import _oracle
 from halfulp.numerics._policy import overflow_choices
 
-from .common import BACKENDS, P3109_FORMATS, critical, exact, same
+from .common import BACKENDS, P3109_FORMATS, critical, exact, run, same
 
 # widths between are slow
 EVERY = [pytest.param(f, marks=[] if f.bits in (3, 4, 8) else pytest.mark.slow) for f in P3109_FORMATS]
@@ -72,10 +72,10 @@ def test_p3109_is_the_oracles(fmt):
 def test_p3109_in_other_backends(fmt, kind):
     x = critical(fmt, np.float32)
     for mode in ("nearest_even", "to_odd") if fmt.mantissa == 0 else ("nearest_even",):
-        got = np.asarray(hn.encode(BACKENDS[kind](x), fmt, rounding=mode))
+        got = run(kind, hn.encode, x, fmt, rounding=mode)
         assert same(got, hn.encode(x, fmt, rounding=mode))
     codes = np.arange(2**fmt.bits, dtype=np.uint8)
-    assert same(np.asarray(hn.decode(BACKENDS[kind](codes), fmt)), hn.decode(codes, fmt))
+    assert same(run(kind, hn.decode, codes, fmt), hn.decode(codes, fmt))
 
 
 def test_p3109_published_values():

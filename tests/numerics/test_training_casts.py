@@ -134,8 +134,15 @@ def test_second_derivatives_take_casts_for_the_identity():
     assert same(jax.jit(jax.grad(lambda x: jnp.sum(once(x))))(to_jax(x)), hn.cast(6 * rounded, "e5m2"))
 
 
-@pytest.mark.parametrize("fmt", ["e4m3fn", "mxfp4:axis=0", "e4m3fn:tensor", Cast("mxfp4", Stochastic(3))])
-@pytest.mark.parametrize("gradient", ["straight_through", "clipped"])
+@pytest.mark.parametrize(
+    ("fmt", "gradient"),
+    [
+        ("e4m3fn", "clipped"),
+        ("mxfp4:axis=0", "clipped"),
+        ("e4m3fn:tensor", "straight_through"),
+        (Cast("mxfp4", Stochastic(3)), "straight_through"),
+    ],
+)
 def test_vmap_is_a_loop(fmt, gradient):
     import jax
 
