@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..numerics._errors import decibels, percent
+from ..numerics.analysis._errors import decibels, percent
 from ._analyze import Analysis, middle
 from ._format_plots import COLOURS, styled
 from ._layers import _place, _short_kinds

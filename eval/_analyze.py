@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from ..numerics import Block, ErrorReport, ErrorStats, Format, best_format, format
-from ..numerics._analysis import stats_over
+from ..numerics.analysis._stream import stats_over
 from ._tensors import Spec, Tensors, open_tensors
 
 KEEP = 3  # formats measured on the whole of each tensor when the best one is searched

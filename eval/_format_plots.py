@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..numerics import Block, Format, describe, error_profile, format, numbers_of
-from ..numerics._describe import EXHAUSTIVE, Facts, fate, scale_in_words
-from ..numerics._profile import Profile
+from ..numerics.analysis._describe import EXHAUSTIVE, Facts, fate, scale_in_words
+from ..numerics.analysis._profile import Profile
 from ._plots import CHARACTER, Scale, _line, _svg, _text, plain, shorten, ticks
 from ._record import write_atomic
 

@@ -1,8 +1,17 @@
 """What a number is: formats, rounding, blocks, packing, the same bits in numpy, torch and jax."""
 
-from ._accumulate import dot, matmul
-from ._accumulator_names import accumulator
-from ._accumulators import (
+from ._block import Quantized
+from ._cast import cast, decode, encode, pack, unpack
+from ._format import Block, Codebook, Fixed, Float, Format, Int, Log, Posit, p3109
+from ._learn import learn_codebook
+from ._names import ALIASES, NAMED, format
+from ._pack import Packed, blocks_along, pack_codes, pack_quantized, unpack_codes, unpack_quantized
+from ._policy import Policy
+from ._random import Stochastic
+from ._rounding import ROUNDINGS
+from ._scales import SCALE_RULES, ScaleRule
+from .accumulate import (
+    HARDWARE,
     Accumulator,
     Aligned,
     AlignedLate,
@@ -12,27 +21,27 @@ from ._accumulators import (
     Integer,
     Pairwise,
     Sequential,
+    accumulator,
+    dot,
+    matmul,
 )
-from ._analysis import error_report, error_stats
-from ._block import Quantized
-from ._cast import cast, decode, encode, pack, unpack
-from ._clip import Clip, optimal_clip
-from ._compatibility import CastProfile, CastRule
-from ._describe import Facts, describe, numbers_of, values_of
-from ._errors import METRICS, ErrorReport, ErrorStats
-from ._format import Block, Codebook, Fixed, Float, Format, Int, Log, Posit, p3109
-from ._hardware import HARDWARE
-from ._learn import learn_codebook
-from ._microxcaling import microxcaling
-from ._names import ALIASES, NAMED, format
-from ._pack import Packed, blocks_along, pack_codes, pack_quantized, unpack_codes, unpack_quantized
-from ._peers import PROFILES
-from ._policy import Policy
-from ._profile import Profile, error_profile
-from ._random import Stochastic
-from ._rounding import ROUNDINGS
-from ._scales import SCALE_RULES, ScaleRule
-from ._search import best_format
+from .analysis import (
+    METRICS,
+    Clip,
+    ErrorReport,
+    ErrorStats,
+    Facts,
+    Profile,
+    best_format,
+    describe,
+    error_profile,
+    error_report,
+    error_stats,
+    numbers_of,
+    optimal_clip,
+    values_of,
+)
+from .compatibility import PROFILES, CastProfile, CastRule, microxcaling
 from .training import (
     Cast,
     LossScale,

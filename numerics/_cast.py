@@ -9,7 +9,6 @@ from . import _fast
 from ._backend import Array, Backend, Numpy, backend
 from ._block import Quantized, decode_block
 from ._codec import decode_scalar, encode_parts, narrow_codes
-from ._compatibility import resolve
 from ._format import Block, Format, Table
 from ._names import format as read_format
 from ._pack import Packed, pack_quantized, unpack_quantized
@@ -18,6 +17,7 @@ from ._policy import Policy
 from ._random import Draws, Stochastic
 from ._rows import by_drawn_pieces, by_pieces, decode_rows, encode_rows
 from ._table import encode_table, table_source
+from .compatibility._profiles import resolve
 
 
 def encode(

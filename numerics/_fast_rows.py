@@ -92,7 +92,7 @@ def _fusible(fmt: Block) -> bool:
     if known(element) is Fixed:
         return element.bits <= 10 and abs(element.fraction) <= 80
     if known(element) is Float:
-        near = element.mantissa <= 8 and -90 <= element.emin - element.mantissa and element.emax <= 90
+        near = element.mantissa <= 8 and element.emin - element.mantissa >= -90 and element.emax <= 90
         return near and element.subnormal and element.zero and element.even != "code"
     return False
 

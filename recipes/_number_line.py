@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..numerics import Codebook, Facts, describe, encode, numbers_of
-from ..numerics._describe import EXHAUSTIVE
+from ..numerics.analysis._describe import EXHAUSTIVE
 
 KEY = 13  # width of the first column
 FEW = 64  # numbers above zero up to which all of them are printed

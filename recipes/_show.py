@@ -19,8 +19,8 @@ from ..numerics import (
     format,
     values_of,
 )
-from ..numerics._describe import EXHAUSTIVE, constructor, fate, scale_in_words
 from ..numerics._format import block_elements
+from ..numerics.analysis._describe import EXHAUSTIVE, constructor, fate, scale_in_words
 from ._number_line import KEY, binade_table, exact, number, number_lines, shared_lines
 
 KINDS = {"Float": "floating point", "Fixed": "fixed point", "Int": "integer", "Codebook": "codebook"}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ..eval._analyze import Analysis, TensorErrors, middle
 from ..eval._plots import shorten
-from ..numerics._errors import ErrorReport, decibels, percent
+from ..numerics.analysis._errors import ErrorReport, decibels, percent
 
 NAME, NARROW = 26, 14  # what a column of names should have, and what it must have
 LEGEND = (

@@ -14,13 +14,13 @@ import sys
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple
 
-from .._accumulator_names import accumulator as read_accumulator
 from .._backend import Array, backend
 from .._cast import cast, encode
 from .._format import Block, Format
 from .._names import format as read_format
 from .._policy import Policy
 from .._random import Stochastic
+from ..accumulate._names import accumulator as read_accumulator
 from ._streams import fold
 
 SAME = "same"
@@ -244,7 +244,7 @@ def run(product: Product, left: Array, right: Array, turned: tuple[bool, bool] =
 
 def _accumulated(product: Product, left: Array, right: Array) -> Array:
     """A product summed under an accumulator, which takes blocks as codes and scales."""
-    from .._accumulate import matmul
+    from ..accumulate._matmul import matmul
 
     (a, first), (b, second) = _operand(left, product.left), _operand(right, product.right)
     xp, _ = backend(left)

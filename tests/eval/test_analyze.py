@@ -56,7 +56,7 @@ def test_figures_are_those_of_each_tensor(path, tensors):
 
 
 def test_a_source_is_read_a_few_rows_at_a_time(path, monkeypatch):
-    from halfulp.numerics import _analysis
+    from halfulp.numerics.analysis import _stream as _analysis
 
     monkeypatch.setattr(_analysis, "CHUNK", 300)
     opened = open_tensors(path)

@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 
 from halfulp import numerics as hn
-from halfulp.numerics import _accumulate_oracle as oracle
+from halfulp.numerics.accumulate import _oracle as oracle
 
 from .common import exact
 

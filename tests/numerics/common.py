@@ -37,7 +37,7 @@ INTEGER_FORMATS = [
         *["uint8b128", "uint4b8", "ufixed6.2b5", "uint1b1", "uint3b7"],
     ]
 ]
-POSIT_FORMATS = [hn.Posit(bits, es) for bits in range(2, 9) for es in (0, 1, 2, 3) if es == 2 or bits in (2, 4, 6, 8)]
+POSIT_FORMATS = [hn.Posit(bits) for bits in range(2, 9)] + [hn.Posit(b, es) for b in (2, 4, 6) for es in (0, 1, 3)]
 LOG_FORMATS = [
     hn.format(n)
     for n in [
@@ -103,12 +103,14 @@ def run(kind, function, x, *arguments, **options):
     return np.asarray(call(BACKENDS[kind](x)))
 
 
-def by_backend(formats, jax):
-    """Parameters (backend, format): numpy and torch with each format, jax, slow to compile, with those named."""
+def by_backend(formats, also):
+    """Parameters (backend, format): numpy with each format, torch and jax with those named, with others slow."""
     import pytest
 
     return [
-        pytest.param(kind, fmt, id=f"{kind}-{fmt}", marks=[pytest.mark.slow] * (kind == "jax" and str(fmt) not in jax))
+        pytest.param(
+            kind, fmt, id=f"{kind}-{fmt}", marks=[pytest.mark.slow] * (kind != "numpy" and str(fmt) not in also)
+        )
         for fmt in formats
         for kind in BACKENDS
     ]

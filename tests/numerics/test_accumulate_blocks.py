@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from halfulp import numerics as hn
-from halfulp.numerics import _accumulate_oracle as oracle
+from halfulp.numerics.accumulate import _oracle as oracle
 
 from .common import exact, same
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfulp import numerics as hn
-from halfulp.numerics import _analysis
+from halfulp.numerics.analysis import _stream as _analysis
 
 from .common import BACKENDS
 

@@ -142,7 +142,7 @@ def test_a_scalar_format_stands_for_one_scale():
 
 
 def test_large_groups_go_in_pieces(monkeypatch):
-    from halfulp.numerics import _clip
+    from halfulp.numerics.analysis import _clip
 
     x = sample((6, 500))
     whole = [hn.optimal_clip(x, name) for name in ("int4:channel", "int4:tensor", "int4:g32")]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from halfulp import numerics as hn
-from halfulp.numerics import _describe
-from halfulp.numerics._describe import constructor, fate, scale_in_words, spans
+from halfulp.numerics.analysis import _describe
+from halfulp.numerics.analysis._describe import constructor, fate, scale_in_words, spans
 
 from .common import SMALL_FORMATS, WIDE_FORMATS
 

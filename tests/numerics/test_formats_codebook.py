@@ -17,7 +17,7 @@ def oracle_codes(fmt, x, rounding="nearest_even"):
     return [_oracle.encode(fmt, exact(v), rounding) for v in x]
 
 
-@pytest.mark.parametrize(("kind", "fmt"), by_backend(CODEBOOK_FORMATS, jax=("ternary", "codebook(-3.0,-1.0,2.5)")))
+@pytest.mark.parametrize(("kind", "fmt"), by_backend(CODEBOOK_FORMATS, also=("ternary", "codebook(-3.0,-1.0,2.5)")))
 def test_every_rounding_is_the_oracles(kind, fmt):
     for real in (np.float32, np.float64) if kind != "jax" else (np.float32,):
         x = critical(fmt, real)

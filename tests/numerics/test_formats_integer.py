@@ -14,7 +14,7 @@ def oracle_codes(fmt, x, rounding="nearest_even", **policy):
     return [_oracle.encode(fmt, exact(v), rounding, **policy) for v in x]
 
 
-@pytest.mark.parametrize(("kind", "fmt"), by_backend(INTEGER_FORMATS, jax=("int4sm", "uint8b128")))
+@pytest.mark.parametrize(("kind", "fmt"), by_backend(INTEGER_FORMATS, also=("int4sm", "uint8b128")))
 def test_every_code_and_policy_is_the_oracles(kind, fmt):
     codes = np.arange(2**fmt.bits, dtype=np.uint8)
     right = [_oracle.decode(fmt, int(c)) for c in codes]

@@ -32,7 +32,7 @@ def codes_of(fmt):
     return np.arange(2**fmt.bits, dtype=np.uint8 if fmt.bits <= 8 else np.uint16)
 
 
-@pytest.mark.parametrize(("kind", "fmt"), by_backend(LOG_FORMATS, jax=("log4.3",)))
+@pytest.mark.parametrize(("kind", "fmt"), by_backend(LOG_FORMATS, also=("log4.3",)))
 def test_every_code_and_rounding_is_the_oracles(kind, fmt):
     codes = codes_of(fmt)
     for wide, real in ((32, np.float32), (64, np.float64)) if kind != "jax" else ((32, np.float32),):

@@ -69,7 +69,7 @@ def inputs(fmt):
         return np.concatenate([base, np.nextafter(base, np.float32(np.inf)), np.nextafter(base, np.float32(-np.inf))])
 
 
-@pytest.mark.parametrize(("kind", "fmt"), by_backend(POSIT_FORMATS, jax=("posit8", "posit6es0")))
+@pytest.mark.parametrize(("kind", "fmt"), by_backend(POSIT_FORMATS, also=("posit8", "posit6es0")))
 def test_every_code_and_rounding_is_the_oracles(kind, fmt):
     codes = np.arange(2**fmt.bits, dtype=np.uint8)
     right = [_oracle.decode(fmt, int(c)) for c in codes]

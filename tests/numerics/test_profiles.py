@@ -16,7 +16,7 @@ import torch
 
 import halfulp as hu
 from halfulp import numerics as hn
-from halfulp.numerics._compatibility import EMULATIONS, STEPS
+from halfulp.numerics.compatibility._profiles import EMULATIONS, STEPS
 
 from .common import BACKENDS, critical, same
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from halfulp import numerics as hn
-from halfulp.numerics._search import bits_per_number, candidates_under
+from halfulp.numerics.analysis._search import bits_per_number, candidates_under
 
 
 def normal(shape=(64, 256), seed=0):
@@ -58,7 +58,7 @@ def test_each_metric_puts_its_best_first(metric):
 
 
 def test_a_large_tensor_is_screened_on_a_part_and_measured_whole(monkeypatch):
-    from halfulp.numerics import _search
+    from halfulp.numerics.analysis import _search
 
     x = normal((512, 256))
     whole = hn.best_format(x, 4.5, keep=6)

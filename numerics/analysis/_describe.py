@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ._block import targets
-from ._cast import cast, decode
-from ._codec import code_bits
-from ._format import Block, Codebook, Fixed, Float, Format
-from ._names import format as read_format
-from ._scales import scale_rule
+from .._block import targets
+from .._cast import cast, decode
+from .._codec import code_bits
+from .._format import Block, Codebook, Fixed, Float, Format
+from .._names import format as read_format
+from .._scales import scale_rule
 
 EXHAUSTIVE = 16  # bits up to which every code is decoded; wider formats are searched
 WIDEST = 256

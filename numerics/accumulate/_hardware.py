@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._accumulators import Aligned, AlignedLate, Chunked, Hardware, Integer, Pairwise, Sequential
+from ._rules import Aligned, AlignedLate, Chunked, Hardware, Integer, Pairwise, Sequential
 
 _MMA_SIM = "Xie et al., MMA-Sim, arXiv 2511.10909; github.com/microsoft/MMA-Sim at c785138"
 _TACO = (

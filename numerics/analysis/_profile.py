@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ._cast import cast, decode, encode
+from .._cast import cast, decode, encode
+from .._format import Block, Format
+from .._names import format as read_format
 from ._describe import EXHAUSTIVE, borders, describe, numbers_of
-from ._format import Block, Format
-from ._names import format as read_format
 
 TEETH = 160  # gaps between numbers up to which each one is drawn; of more, the highest in each step
 STEPS = 8  # of a curve in a binade, where not every gap is drawn

@@ -8,7 +8,11 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
-from ._accumulators import (
+from .._format import Float
+from .._names import format as read_format
+from .._rounding import ROUNDINGS
+from ._hardware import HARDWARE, MACHINES
+from ._rules import (
     Accumulator,
     Aligned,
     AlignedLate,
@@ -18,10 +22,6 @@ from ._accumulators import (
     Pairwise,
     Sequential,
 )
-from ._format import Float
-from ._hardware import HARDWARE, MACHINES
-from ._names import format as read_format
-from ._rounding import ROUNDINGS
 
 _KINDS: dict[str, type] = {
     "pairwise": Pairwise,

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ._accumulators import Hardware
-from ._block import Quantized
-from ._cast import cast, decode, encode
-from ._format import Block, Float, Format
-from ._names import ALIASES
-from ._names import format as read_format
+from .._block import Quantized
+from .._cast import cast, decode, encode
+from .._format import Block, Float, Format
+from .._names import ALIASES
+from .._names import format as read_format
+from ._rules import Hardware
 
 Array = Any
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ._analysis import error_report, extremes, floats
-from ._backend import Array, backend
+from .._backend import Array, backend
+from .._format import Block, Fixed, Float, Format, Int
+from .._names import NAMED
+from .._names import format as read_format
 from ._errors import METRICS, ErrorReport, ErrorStats, storage_bits
-from ._format import Block, Fixed, Float, Format, Int
-from ._names import NAMED
-from ._names import format as read_format
+from ._stream import error_report, extremes, floats
 
 SAMPLE = 1 << 16  # numbers on which the candidates are compared first
 SEGMENT = 1 << 12  # and how many of them lie together in a tensor of one axis

@@ -11,7 +11,9 @@ from fractions import Fraction
 from functools import singledispatch
 from typing import Any
 
-from ._accumulators import (
+from .._format import Float
+from .._names import format as read_format
+from ._rules import (
     Aligned,
     AlignedLate,
     Chunked,
@@ -22,8 +24,6 @@ from ._accumulators import (
     Sequential,
     sums_integers,
 )
-from ._format import Float
-from ._names import format as read_format
 
 Number = Fraction | float
 ZERO = Fraction(0)

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._backend import Array, backend
-from ._block import Quantized
-from ._cast import cast, decode, encode
+from .._backend import Array, backend
+from .._block import Quantized
+from .._cast import cast, decode, encode
+from .._format import Block, Format
+from .._names import format as read_format
+from .._random import Stochastic
+from .._scales import scale_rule
 from ._describe import EXHAUSTIVE, describe, values_of
 from ._errors import ErrorReport, ErrorStats, block_extents, storage_bits
-from ._format import Block, Format
-from ._names import format as read_format
-from ._random import Stochastic
-from ._scales import scale_rule
 
 CHUNK = 1 << 18  # numbers worked on at a time
 

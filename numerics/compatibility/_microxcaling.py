@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._backend import Array, Numpy, backend
-from ._format import Block, Fixed, Float, Format
-from ._names import format as read_format
-from ._random import Stochastic
-from ._rows import by_drawn_pieces
+from .._backend import Array, Numpy, backend
+from .._format import Block, Fixed, Float, Format
+from .._names import format as read_format
+from .._random import Stochastic
+from .._rows import by_drawn_pieces
 
 
 class _Element(NamedTuple):

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ._format import Block, Format
-from ._names import format as read_format
+from .._format import Block, Format
+from .._names import format as read_format
 
 # what ranks formats: the figure's name, and whether more of it is better
 METRICS = {
@@ -27,7 +27,7 @@ class ErrorStats:
     """What a format did to some numbers: counts and float64 sums, from which every figure follows.
 
     >>> import numpy as np
-    >>> from ._analysis import error_stats
+    >>> from ._stream import error_stats
     >>> a, b = (error_stats(np.float32(x), "e2m1") for x in ([0.1, 1.0, 2.6], [4.9, 9.0]))
     >>> both = a + b
     >>> both.clipped_share, both.underflow_share, both.max_abs_error

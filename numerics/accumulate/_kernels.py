@@ -1,7 +1,7 @@
 """Compiled block multiply-add: groups of products aligned to one exponent, cut, added and rounded.
 
 Operands are ``a[Ta, M, K]`` and ``b[Tb, K, N]`` with K padded to whole groups of a multiple of 4, ``out[T, M, N]`` as
-in `_accumulate_sums`. ``pa`` and ``pb`` are the operands' exponents as powers of two, so that a product's exponent is
+in `_sums`. ``pa`` and ``pb`` are the operands' exponents as powers of two, so that a product's exponent is
 a product too. An aligned term is ``product * 2**fraction / 2**E``, which is exact; cutting it to an integer is one
 instruction. float32 serves operands of at most 12 bits between 2**-32 and 2**32, float64 all others.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ._accumulate_parts import (
+from ._parts import (
     Array,
     compiled,
     cut_down,

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from . import _accumulate_kernels as kernels
-from . import _accumulate_sums as sums
-from ._accumulate_operands import Operand
-from ._accumulate_parts import MODES, target_of
-from ._accumulators import (
+from .._format import Float
+from . import _kernels as kernels
+from . import _sums as sums
+from ._operands import Operand
+from ._parts import MODES, target_of
+from ._rules import (
     CUTS,
     QUIET_NAN,
     Aligned,
@@ -25,7 +26,6 @@ from ._accumulators import (
     Sequential,
     sums_integers,
 )
-from ._format import Float
 
 Array = Any
 _MASK = np.int64(0x7FF0000000000000)

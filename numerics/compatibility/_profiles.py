@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from ._backend import Array, Backend
-from ._format import Block, Format
+from .._backend import Array, Backend
+from .._format import Block, Format
+from .._names import format as read_format
+from .._parts import less, select
+from .._policy import Policy
+from .._random import Stochastic
 from ._microxcaling import microxcaling
-from ._names import format as read_format
-from ._parts import less, select
-from ._policy import Policy
-from ._random import Stochastic
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class CastProfile:
 
 
 def _float32(xp: Backend, x: Array) -> Array:
-    from ._cast import encode  # which reads profiles in its turn
+    from .._cast import encode  # which reads profiles in its turn
 
     return xp.view(encode(x, "fp32"), xp.floats[32])
 

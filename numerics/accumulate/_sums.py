@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ._accumulate_parts import Array, add_columns, bits_of, compiled, fma, inverse, round_columns, trunc
+from ._parts import Array, add_columns, bits_of, compiled, fma, inverse, round_columns, trunc
 
 TILE = 512
 

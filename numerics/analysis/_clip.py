@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from ._analysis import CHUNK, floats
-from ._backend import Array, Numpy
-from ._block import Quantized
-from ._cast import cast, decode, encode
+from .._backend import Array, Numpy
+from .._block import Quantized
+from .._cast import cast, decode, encode
+from .._format import Block, Fixed, Float, Format, min_positive_code
+from .._names import format as read_format
+from .._rows import _to_blocks as rows_to_blocks
+from .._rows import from_rows, from_shared, shared_rows, to_rows
 from ._describe import describe
-from ._format import Block, Fixed, Float, Format, min_positive_code
-from ._names import format as read_format
-from ._rows import _to_blocks as rows_to_blocks
-from ._rows import from_rows, from_shared, shared_rows, to_rows
+from ._stream import CHUNK, floats
 
 OCTAVES = 6  # how far below the rule's own scale is searched, in factors of two
 SHORT = 8  # scales in an octave up to which all are tried

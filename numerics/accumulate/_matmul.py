@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from ._accumulator_names import accumulator as read_accumulator
-from ._accumulators import Accumulator, Chunked, Exact, Hardware, sums_integers
-from ._backend import Array, Numpy, backend
-from ._block import Quantized
-from ._cast import cast
-from ._format import Float, Format
-from ._names import format as read_format
+from .._backend import Array, Numpy, backend
+from .._block import Quantized
+from .._cast import cast
+from .._format import Float, Format
+from .._names import format as read_format
+from ._names import accumulator as read_accumulator
+from ._rules import Accumulator, Chunked, Exact, Hardware, sums_integers
 
 Operands = Array | Quantized
 Formats = Format | str | tuple[Format | str | None, Format | str | None] | None
@@ -176,12 +176,12 @@ def _shapes(a: Any, b: Any, transpose_b: bool) -> tuple[tuple[int, ...], tuple[i
 def _on_host(rule: Any, a: Any, b: Any, c: Any, formats: tuple[Any, Any], transpose_b: bool, threads: int) -> Array:
     """The sums in numpy."""
     try:
-        from ._accumulate_run import accumulate, nan_bits, takes_scales
+        from ._run import accumulate, nan_bits, takes_scales
     except ImportError as error:
         raise ImportError(
             f"sums under a declared accumulator are compiled by numba: pip install numba ({error})"
         ) from None
-    from ._accumulate_operands import check_integers, on_host, operand
+    from ._operands import check_integers, on_host, operand
 
     _check_subnormals()
     machine, whole = _machine(rule), sums_integers(rule)
@@ -231,7 +231,7 @@ def _result_dtype(rule: Any, a: Any, b: Any) -> Any:
 def _addend(c: Array, rule: Any, machine: Hardware | None, late: bool) -> Array:
     """c, of numbers that the sum may begin with, or that are added to a scaled sum."""
     if late or not sums_integers(rule):
-        from ._accumulate_operands import exact_float32
+        from ._operands import exact_float32
 
         c = exact_float32(c, "c")
         flushes = machine is not None and machine.flushes and not late

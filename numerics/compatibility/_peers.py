@@ -6,8 +6,8 @@ in tests/numerics/test_profiles.py. What their notes list is not reproduced.
 
 from __future__ import annotations
 
-from ._compatibility import CastProfile, CastRule
-from ._policy import Policy
+from .._policy import Policy
+from ._profiles import CastProfile, CastRule
 
 _EXACT: tuple[str, ...] = ()  # one rounding, from sources of any width
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from ._format import Float
-from ._names import format as read_format
-from ._rounding import ROUNDINGS
+from .._format import Float
+from .._names import format as read_format
+from .._rounding import ROUNDINGS
 
 # the float32 bits of the NaN that a rule returns
 QUIET_NAN = 0x7FC00000
@@ -315,7 +315,7 @@ class Chunked:
     def __post_init__(self) -> None:
         for key in ("inner", "outer"):
             if isinstance(getattr(self, key), str):
-                from ._accumulator_names import accumulator
+                from ._names import accumulator
 
                 object.__setattr__(self, key, accumulator(getattr(self, key)))
         _check_count("every", self.every, 1, 1 << 30)
