@@ -9,6 +9,7 @@ from . import _fast
 from ._backend import Array, Backend, Numpy, backend
 from ._block import Quantized, decode_block
 from ._codec import decode_scalar, encode_parts, narrow_codes
+from ._fast_traced import nearest_even
 from ._format import Block, Format, Table
 from ._names import format as read_format
 from ._pack import Packed, pack_quantized, unpack_quantized
@@ -164,6 +165,10 @@ def cast(
     written to: ``jax.jit(functools.partial(cast, fmt=fmt), donate_argnums=0)`` reuses x's memory. Raises ValueError
     for an ``out`` that cannot take the result, or overlaps x in part.
     """
+    if _fast.compiling(x):
+        from ._fast_compiled import cast as compiled_cast
+
+        return compiled_cast(x, out, fmt, rounding, overflow, nan, zero, profile)
     chosen = resolve(fmt, profile, rounding, overflow, nan, zero)
     xp, x = backend(x)
     dtype = x.dtype if xp.is_float(x) else None
@@ -192,6 +197,8 @@ def cast(
         return _placed(xp, encode_rows(xp, x, fmt, policy, numbers).codes, out)
 
     def number(piece: Array, drawn: Draws | None) -> Array:
+        if xp.traces and wide == 32 and (near := nearest_even(xp, xp.source(piece), fmt, policy)) is not None:
+            return own(near)
         return own(decode_scalar(xp, _encode_scalar(xp, piece, fmt, policy, drawn), fmt, wide))
 
     return _placed(xp, _by_elements(xp, x, policy, number), out)

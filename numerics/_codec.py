@@ -148,6 +148,11 @@ def decode_table(fmt: Scalar, wide: int) -> np.ndarray:
 
 def decode_scalar(xp: Backend, code: Array, fmt: Scalar, wide: int) -> Array:
     """Codes to float32 or float64 (``wide``); exact, or rounded once where float32 is too narrow."""
+    if xp.traces and wide == 32:
+        from ._fast_traced import decoded  # which reads this file in its turn
+
+        if (values := decoded(xp, wide_codes(xp, code), fmt)) is not None:
+            return values
     if fmt.bits <= 16:
         return xp.take(xp.constant(decode_table(fmt, wide), xp.floats[wide], code), code)
     return _decode_wide_float(xp, wide_codes(xp, code), fmt, wide)  # type: ignore[arg-type]  # only Float is wider

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 import warnings
 from typing import Any
 
@@ -52,6 +53,12 @@ def _warn() -> None:
             RuntimeWarning,
             stacklevel=5,
         )
+
+
+def compiling(x: Array) -> bool:
+    """Whether torch.compile or torch.export looks on while the tensor is worked on."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.compiler.is_compiling() and isinstance(x, torch.Tensor)
 
 
 def _found(xp: Backend, x: Array) -> Memory | None:
@@ -160,4 +167,4 @@ def decode_quantized(xp: Backend, q: Quantized) -> Array | None:
     return returned(xp, out, q.codes)
 
 
-__all__ = ["cast", "check_out", "decode", "decode_quantized", "encode", "ready"]
+__all__ = ["cast", "check_out", "compiling", "decode", "decode_quantized", "encode", "ready"]

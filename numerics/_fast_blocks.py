@@ -34,12 +34,13 @@ class Shared(NamedTuple):
 
 def _extents(plan: BlockPlan, x: Array, piece: Piece, size: int) -> tuple[Array, Array]:
     """What the scales of a piece's blocks follow from: (amax, nothing), or (highest, lowest) number."""
-    most, low = np.empty(piece.blocks), np.empty(piece.blocks if plan.fmt.zero_point else 0)
-    if plan.fmt.zero_point:
-        ranges(x, piece.n, size, most, low)
-    else:
+    if not plan.fmt.zero_point:
+        most = np.empty(piece.blocks, np.float32)
         amaxes(x, piece.n, size, most)
-    return most, low
+        return most, np.empty(0)
+    high, low = np.empty(piece.blocks), np.empty(piece.blocks)
+    ranges(x, piece.n, size, high, low)
+    return high, low
 
 
 def _scale_values(plan: BlockPlan, tensor: Any) -> Array:
@@ -58,7 +59,7 @@ def _settle(plan: BlockPlan, most: Array, low: Array, tensor: Array | None) -> S
     )
     if plan.fmt.zero_point:
         spans(most, low, most)
-    scales(most, plan.steps, _scale_values(plan, tensor), found.codes, found.scale, found.unit, found.inverse)
+    scales(plan.short)(most, plan.steps, _scale_values(plan, tensor), found.codes, found.scale, found.unit, found.inverse)
     if plan.fmt.zero_point:
         e: Any = plan.fmt.element
         points(low, found.unit, float(e.low), float(e.high), 2.0**e.fraction, found.point)
@@ -90,10 +91,11 @@ class Job(NamedTuple):
         if plan.fused and self.whole is None:
             e: Any = fmt.element
             integers = np.array([e.low, e.high, 2.0**e.fraction] if fmt.zero_point else [0.0, 0.0, 1.0])
-            loop = blocks(codes, plan.exact, fmt.zero_point, x.dtype == np.float32)
+            loop = blocks(codes, plan.exact, fmt.zero_point, plan.plain, plan.short, x.dtype == np.float32)
             if not scale.size:
                 scale = np.empty(0, TYPES[code_bits(fmt.scale)])
             steps, values, amax = plan.steps, self._values, self.amax[piece.shared] if self.amax.size else _NONE
+            amax = np.empty(0) if fmt.zero_point else amax  # spans are float64
             size, lattice = self.grid.size, plan.lattice
             loop(x, out, piece.n, size, steps, values, integers, lattice, self._bounds, amax, scale, point)
             return
@@ -118,7 +120,7 @@ class Job(NamedTuple):
     def _elements(self, piece: Piece, x: Array, out: Array, shared: Shared, codes: bool) -> None:
         plan, fmt, n, size, point = self.plan, self.plan.fmt, piece.n, self.size(piece), shared.point
         if plan.fused:
-            loop = nearest(codes, plan.exact, fmt.zero_point)
+            loop = nearest(codes, plan.exact, fmt.zero_point, plan.plain)
             loop(x, out, n, size, shared.scale, shared.unit, shared.inverse, point, plan.lattice, self._bounds)
             return
         rest = np.empty(x.size, np.float32)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ._fast_block import amaxes, ranges, scales, spans
 from ._fast_block import points as zero_points
-from ._fast_lanes import LANES, any_of, choose, flags, floats, ints, load, reals, shift_right, store, whole, words
+from ._fast_lanes import LANES, any_of, choose, flags, floats, ints, load, most, reals, shift_right, store, whole, words
 from ._fast_words import INFINITY, MAGNITUDE, Array, apart, compiled, left, long_real, long_word, part, real, word
 
 
@@ -52,35 +52,38 @@ class Range(NamedTuple):
 
 
 @cache
-def nearest(codes: bool, exact: bool, points: bool) -> Any:
+def nearest(codes: bool, exact: bool, points: bool, plain: bool) -> Any:
     """The loop ``nearest(x, out, n, size, scale, unit, inverse, point, p, f)``: ``out`` = the elements, nearest
     even, times their scales (float32) or their codes. ``exact``: reciprocals are powers of two. ``points``: about
-    zero points ``point`` [blocks], whole float32s; else that array is not read."""
+    zero points ``point`` [blocks]; else that array is not read. ``plain``: the range is the same on both sides of
+    a zero with sign, and ``limit`` its end."""
 
     @part
     def lanes(u: Any, r: Any, s: Any, z: Any, c: Any) -> Any:
         """Results of 16 numbers, and which of them are not to be trusted."""
-        emin, lift, low, drop, most, most_n, over, over_n, code_sign, negate, mask, zero, offset = c[0]
+        emin, lift, drop, largest, largest_n, over, over_n, code_sign, negate, mask, zero, offset = c[0]
         lowest, highest, limit, no_zero, tie, tensor, steps = c[1]
         magnitude, sign, field, nothing = c[2]
         q = reals(u & magnitude) * r
         q = choose(q > limit, limit, q)
-        e = words(q) & field
-        below = e < emin
-        added = choose(below, low, e + lift)
+        e = most(words(q) & field, emin)
+        added = e + lift
         total = q + reals(added)
         v = total - reals(added)
         near = nothing < nothing if exact else reals(words(q - v) & magnitude) >= reals(added) * tie
         if codes and not points:
-            k = words(total) - added
-            k = choose(below, k, k + shift_right(e - emin, drop))
+            k = words(total) - added + shift_right(e - emin, drop)
             negative = u < nothing
             m = choose(negative, negate, nothing)
             o = ((k ^ m) - m) ^ choose(negative, code_sign, nothing)
             o = (o + offset) & mask
             o = choose(k == nothing, o & zero, o)
-            return choose(k > choose(negative, most_n, most), choose(negative, over_n, over), o), near
+            if plain:
+                return o, near
+            return choose(k > choose(negative, largest_n, largest), choose(negative, over_n, over), o), near
         w = reals(words(v) | (u & sign))
+        if plain:
+            return words(w * s * tensor), near
         if points:
             w = w + z
         w = choose(w < lowest, lowest, w)
@@ -94,9 +97,8 @@ def nearest(codes: bool, exact: bool, points: bool) -> Any:
     @part
     def constants(p: Array, f: Array) -> Any:
         drop = np.int32(np.int32(23) - p[3])
-        low = ints(np.int32(p[2] + np.int32(23 << 23)))
         codes_ = (ints(p[4]), ints(p[5]), ints(p[6]), ints(p[7]), ints(p[10]), ints(p[11]), ints(p[12]), ints(p[13]))
-        lattice = (ints(p[0]), ints(p[1]), low, drop, *codes_, ints(p[14]))
+        lattice = (ints(p[0]), ints(p[1]), drop, *codes_, ints(p[14]))
         bounds = (floats(f[0]), floats(f[1]), floats(f[2]), floats(f[3]), floats(f[4]), floats(f[5]), floats(f[6]))
         return lattice, bounds, (ints(MAGNITUDE), ints(np.int32(~MAGNITUDE)), ints(INFINITY), ints(np.int32(0)))
 
@@ -104,7 +106,7 @@ def nearest(codes: bool, exact: bool, points: bool) -> Any:
     def again(bits: Array, out: Array, start: int, stop: int, d: float, s: float, z: float, p: Array, f: Array) -> None:
         """The same one by one, by division in float64; also of a block whose scale is NaN."""
         low, mantissa = p[2], p[3]
-        most, most_n, over, over_n, nan, nan_n = p[4], p[5], p[6], p[7], p[8], p[9]
+        largest, largest_n, over, over_n, nan, nan_n = p[4], p[5], p[6], p[7], p[8], p[9]
         code_sign, negate, mask, zero, offset = p[10], p[11], p[12], p[13], p[14]
         lowest, highest, limit, no_zero, t, steps = f[0], f[1], f[2], f[3], f[5], f[6]
         quantum = np.float64(real(low))
@@ -128,7 +130,7 @@ def nearest(codes: bool, exact: bool, points: bool) -> Any:
                 o = np.int32(np.int32(o + offset) & mask)
                 if k == 0:
                     o = np.int32(o & zero)
-                if k > (most_n if negative else most):
+                if k > (largest_n if negative else largest):
                     o = over_n if negative else over
                 if d != d:
                     o = nan_n if negative else nan
@@ -215,14 +217,14 @@ def _widened(x: Array, out: Array) -> None:
 
 
 @cache
-def blocks(codes: bool, exact: bool, points: bool, wide: bool) -> Any:
+def blocks(codes: bool, exact: bool, points: bool, plain: bool, short: bool, wide: bool) -> Any:
     """The loop ``blocks(x, out, n, size, k, v, e, p, f, amax, scale, point)``: from numbers to `nearest` with the
     scales on the way, whose codes go to ``scale`` [blocks], and zero points to ``point``, where these are not empty.
 
-    x: float32, or where not ``wide`` the bits of bfloat16. ``k``, ``v``: `ScaleSteps` and `ScaleValues`; ``e``: an
+    x: float32, or where not ``wide`` the bits of bfloat16. ``plain``, ``short``: as in `nearest`, `scales`. ``k``, ``v``: `ScaleSteps` and `ScaleValues`; ``e``: an
     integer element's lowest and highest, and integers to one; ``amax`` (float32): of each block, where not empty.
     """
-    elements = nearest(codes, exact, points)
+    elements, settle = nearest(codes, exact, points, plain), scales(short)
 
     @compiled
     def run(
@@ -241,7 +243,7 @@ def blocks(codes: bool, exact: bool, points: bool, wide: bool) -> Any:
     ) -> None:
         per = (n + size - 1) // size
         step = max(1, min(_STEP // size, per))
-        most, low = np.empty(step), np.empty(step)
+        top, low = np.empty(step, np.float64 if points else np.float32), np.empty(step if points else 0)
         code, factor = np.empty(step, scale.dtype), np.empty(step, np.float32)
         unit, inverse, zero = np.empty(step), np.empty(step, np.float32), np.empty(step, np.float32)
         room = np.empty(0 if wide else step * size, np.float32)
@@ -256,14 +258,12 @@ def blocks(codes: bool, exact: bool, points: bool, wide: bool) -> Any:
                     piece = room[: stop - at]
                     _widened(x[at:stop], piece.view(np.int32))
                 if points:
-                    ranges(piece, piece.size, size, most[:m], low[:m])
-                    spans(most[:m], low[:m], most[:m])
-                elif amax.size:
-                    for i in range(m):
-                        most[i] = amax[b + i]
-                else:
-                    amaxes(piece, piece.size, size, most[:m])
-                scales(most[:m], k, v, code[:m], factor[:m], unit[:m], inverse[:m])
+                    ranges(piece, piece.size, size, top[:m], low[:m])
+                    spans(top[:m], low[:m], top[:m])
+                elif not amax.size:
+                    amaxes(piece, piece.size, size, top[:m])
+                most = amax[b : b + m] if amax.size else top[:m]
+                settle(most, k, v, code[:m], factor[:m], unit[:m], inverse[:m])
                 if points:
                     zero_points(low[:m], unit[:m], e[0], e[1], e[2], zero[:m])
                 elements(piece, out[at:stop], piece.size, size, factor[:m], unit[:m], inverse[:m], zero[:m], p, f)
@@ -285,9 +285,9 @@ def finite_amax(wide: bool) -> Any:
     def run(x: Array, n: int, size: int, amax: Array) -> float:
         per = (n + size - 1) // size
         step = max(1, min(_STEP // size, per))
-        most = np.empty(step)
+        tops = np.empty(step, np.float32)
         room = np.empty(0 if wide else step * size, np.float32)
-        top, infinite = np.int64(0), long_word(np.inf)
+        top = np.int32(0)
         b = 0
         for start in range(0, x.size, n):
             for j in range(0, per, step):
@@ -298,14 +298,12 @@ def finite_amax(wide: bool) -> Any:
                 else:
                     piece = room[: stop - at]
                     _widened(x[at:stop], piece.view(np.int32))
-                amaxes(piece, stop - at, size, most[:m])
+                most = amax[b : b + m] if amax.size else tops[:m]
+                amaxes(piece, stop - at, size, most)
+                bits = most.view(np.int32)
                 for i in range(m):
-                    bits = long_word(most[i])
-                    top = max(top, bits if bits < infinite else np.int64(0))
-                if amax.size:
-                    for i in range(m):
-                        amax[b + i] = most[i]
+                    top = max(top, bits[i] if bits[i] < INFINITY else np.int32(0))
                 b += m
-        return long_real(top)
+        return real(top)
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,7 +20,7 @@ from ._random import Stochastic
 from ._scales import ScaleRule, scale_rule
 
 _KNOWN = {"element", "size", "scale", "rule", "axis", "zero_point", "tensor_scale", "division"}
-_RULE = {"rounding", "to_emax", "stretch", "round_amax", "midway", "zero", "search", "targets"}
+_RULE = {"rounding", "to_emax", "stretch", "round_amax", "midway", "zero", "search", "targets", "meaning"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,8 @@ class BlockPlan:
     values: ScaleValues
     fused: bool
     exact: bool
+    plain: bool
+    short: bool
     lattice: Array
     bounds: Array
     rounder: Rounder
@@ -75,9 +78,32 @@ def block_plan(fmt: Any, policy: Policy, encode: Encode | None) -> BlockPlan | N
         return None
     lattice, bounds = _element(fmt, policy) if fused else (np.empty(0, np.int32), np.empty(0, np.float32))
     rounded = codebook or (fmt.division == "rounded")
+    values = _scale_values(fmt, rule)
+    low, high, _, zero, *_ = bounds.tolist() if fused else (0.0, 0.0, 0.0, 0.0)
+    plain = fused and low == -high and math.copysign(1.0, zero) < 0 and not fmt.zero_point
+    if plain:
+        bounds[2] = high
     return BlockPlan(
-        fmt, _scale_steps(fmt, rule), _scale_values(fmt, rule), fused, power_of_two, lattice, bounds, rounder, rounded
+        fmt,
+        _scale_steps(fmt, rule),
+        values,
+        fused,
+        power_of_two,
+        plain,
+        _decided_at_once(fmt, rule, values),
+        lattice,
+        bounds,
+        rounder,
+        rounded,
     )
+
+
+def _decided_at_once(fmt: Block, rule: ScaleRule, values: ScaleValues) -> bool:
+    """Whether a float64 quotient of amax and everything else is never taken for a number of the scale, or the
+    middle between two, that the exact one is not: these have at most mantissa + 2 bits, times the divisor's."""
+    bits = len(f"{abs(int(math.frexp(values.target)[0] * 2**53)):b}".rstrip("0"))
+    tensor = 0 if fmt.tensor_scale is None else 24
+    return not rule.round_amax and bits + tensor + fmt.scale.mantissa + 2 <= 50
 
 
 def _unbounded(fmt: Block) -> Any:

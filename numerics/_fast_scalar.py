@@ -15,7 +15,7 @@ from ._codec import decode_scalar as decode_text
 from ._fast_arrays import EXACT, ODD, Memory, new
 from ._fast_plan import Plan, plan
 from ._fast_round import rounder
-from ._fast_table import Table, look_up, pick, search, table
+from ._fast_table import Table, compare, look_up, pick, search, table
 from ._fast_threads import share
 from ._fast_words import from_bfloat16, from_float16, odd_from_double
 from ._format import Float, Scalar
@@ -79,8 +79,12 @@ class ByTable:
         t = self.table
         if t.depth:
             search(x, out, t.cells, t.cuts, t.depth, results)
-        else:
-            look_up(x, out, t.cells, results)
+            return
+        done = 0
+        if len(t.keys):
+            compare(x, out, t.keys, results[t.order])
+            done = x.size // 64 * 64
+        look_up(x[done:], out[done:], t.cells, results)
 
 
 def find_rounder(fmt: Any, policy: Policy, encode: Encode | None) -> Rounder | None:

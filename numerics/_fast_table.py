@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ._fast_lanes import choose, ints, load, store
 from ._fast_words import Array, compiled
 
 _SHIFT = 16  # the bits under a cell's
+_FEW = 20  # stretches that are compared with one by one
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +25,8 @@ class Table:
     """``codes`` and ``values`` (float32 bits) of the stretches of numbers between thresholds, in the order of their
     bits; ``cuts``: the last number of each stretch. ``cells``, by a number's high bits: the first stretch in it,
     and below that 32 bits, the last number of that stretch. ``depth``: halvings that find the stretch in a cell
-    where there are more than two."""
+    where there are more than two. ``order``: the stretches in the order of the numbers, where there are so few of
+    them that comparing with each is quickest; ``keys``: the `ordered` bits at which one ends."""
 
     codes: Array
     values: Array
@@ -31,6 +34,8 @@ class Table:
     cells: Array
     depth: int
     bits: int
+    keys: Array
+    order: Array
 
 
 def thresholds(encode: Callable[[Array], Array]) -> tuple[Array, Array]:
@@ -78,7 +83,21 @@ def table(encode: Callable[[Array], Array], decode: Callable[[Array], Array], bi
     narrow = codes.astype({8: np.uint8, 16: np.uint16, 32: np.uint32}[bits])
     values = np.asarray(decode(narrow)).view(np.int32)
     padded = np.append(cuts, np.full(1 << depth, 0xFFFFFFFF, np.uint32)) if depth else cuts
-    return Table(codes.astype(np.int32), values.copy(), padded, cells, depth, bits)
+    keys, order = _in_order(cuts)
+    return Table(codes.astype(np.int32), values.copy(), padded, cells, depth, bits, keys, order)
+
+
+def _in_order(cuts: Array) -> tuple[Array, Array]:
+    """The stretches between cuts in the order of the numbers, not of their bits, and where each but the last ends."""
+    if len(cuts) > _FEW:
+        return np.empty(0, np.int32), np.empty(0, np.int64)
+    first = np.append(np.uint32(0), cuts[:-1] + np.uint32(1))
+    # one stretch may go on from positive numbers to negative ones, which run the other way
+    both = (first >> 31 != cuts >> 31).nonzero()[0]
+    parts = [(int(a), int(b), i) for i, (a, b) in enumerate(zip(first, cuts)) if i not in both]
+    parts += [part for i in both for part in ((int(first[i]), 2**31 - 1, i), (2**31, int(cuts[i]), i))]
+    ends = sorted((b if b < 2**31 else (a ^ 0x7FFFFFFF) - 2**32, i) for a, b, i in parts)
+    return np.array([end for end, _ in ends[:-1]], np.int32), np.array([i for _, i in ends])
 
 
 @compiled
@@ -89,6 +108,29 @@ def look_up(x: Array, out: Array, cells: Array, results: Array) -> None:
         u = bits[i]
         cell = cells[np.uint64(u >> np.uint32(16))]
         out[i] = results[np.uint64(np.uint64(cell >> np.uint64(32)) + np.uint64(u > np.uint32(cell)))]
+
+
+@compiled
+def compare(x: Array, out: Array, keys: Array, results: Array) -> None:
+    """`look_up` by comparing with every one of a few keys; ``results`` in the order of the numbers. The last
+    elements, less than 64, are left out."""
+    bits = x.view(np.int32)
+    nothing, magnitude = ints(np.int32(0)), ints(np.int32(0x7FFFFFFF))
+    for i in range(0, x.size - 63, 64):
+        a, b = load(bits, i), load(bits, i + 16)
+        c, d = load(bits, i + 32), load(bits, i + 48)
+        a, b = a ^ choose(a < nothing, magnitude, nothing), b ^ choose(b < nothing, magnitude, nothing)
+        c, d = c ^ choose(c < nothing, magnitude, nothing), d ^ choose(d < nothing, magnitude, nothing)
+        first = ints(results[0])
+        p, q, r, s = first, first, first, first
+        for j in range(keys.size):
+            key, result = ints(keys[j]), ints(results[j + 1])
+            p, q = choose(a > key, result, p), choose(b > key, result, q)
+            r, s = choose(c > key, result, r), choose(d > key, result, s)
+        store(out, i, p)
+        store(out, i + 16, q)
+        store(out, i + 32, r)
+        store(out, i + 48, s)
 
 
 @compiled

@@ -42,6 +42,8 @@ def by_drawn_pieces(xp: Backend, x: Array, rule: Stochastic, work: Callable[[Arr
 
 def by_pieces(xp: Backend, x: Array, work: Callable[[Array], Array]) -> Array:
     """An elementwise function of any array."""
+    if xp.traces and x.ndim:
+        return work(x)  # XLA finds its way in an array of this shape, not in a flattened one
     shape, flat = tuple(x.shape), x.reshape(-1)
     if xp.traces or flat.shape[0] <= CHUNK:
         return work(flat).reshape(shape)

@@ -93,7 +93,7 @@ def binade_table(facts: Facts, width: int) -> list[str]:
         return _wide_table(facts)
     numbers = numbers_of(fmt)
     positive = numbers[numbers > 0]
-    if facts.step is not None and len(numbers) > 16:
+    if not len(positive) or (facts.step is not None and len(numbers) > 16):
         return []
     if isinstance(fmt, Codebook) and len(numbers) <= FEW:
         return textwrap.wrap(

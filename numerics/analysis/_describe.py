@@ -58,7 +58,10 @@ class Facts:
 
     @property
     def binades(self) -> float:
-        """log2 of the largest number over the smallest above zero: the dynamic range in factors of two."""
+        """log2 of the largest number over the smallest above zero: the dynamic range in factors of two; 0 where
+        no number is above zero."""
+        if not self.max > 0:
+            return 0.0
         return math.log2(self.max) - math.log2(self.min_positive)
 
     @property

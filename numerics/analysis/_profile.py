@@ -42,12 +42,14 @@ def error_profile(fmt: Format | str) -> Profile:
     0.2
 
     Where positive and negative numbers differ, as those of integers and codebooks, the worse side counts. Too
-    large numbers saturate.
+    large numbers saturate. Raises ValueError for a format with no number above zero.
     """
     fmt = read_format(fmt)
     if isinstance(fmt, Block):
         return _block_profile(fmt)
     facts = describe(fmt)
+    if not facts.max > 0:
+        raise ValueError(f"{fmt} has no number above zero, so there is no error to draw across magnitudes")
     sides = [_side(fmt)] if fmt.bits <= EXHAUSTIVE else []
     if sides and not facts.symmetric and facts.lowest < 0:
         sides.append(_side(fmt, -1.0))

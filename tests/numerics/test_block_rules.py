@@ -186,6 +186,25 @@ def test_runtime_integer_arithmetic():
     assert differs < 20  # the two differ next to ties alone
 
 
+def test_zero_points_come_by_a_rounded_quotient():
+    """The lowest number at half an integer of the scale, as nearly as float32 has it: the float32 quotient is a tie,
+    the exact one is not. Runtimes have the former."""
+    rng = np.random.default_rng(4)
+    scale = rng.uniform(0.5, 1, 4000).astype(np.float32)
+    lowest = -(scale * F(8.5)).astype(np.float32)
+    highest = (F(15) * scale + lowest).astype(np.float32)
+    kept = ((highest - lowest) / F(15)) == scale
+    x = np.stack([lowest, highest], axis=1)[kept]
+    assert len(x) > 1000
+    theirs = np.clip(F(-8) - np.rint(x[:, :1] / scale[kept, None]), -8, 7)
+    q = hn.encode(x, "int4:channel:asym:division=reciprocal")
+    assert same(hn.decode(q.zero_point, "int4"), theirs.astype(np.float32))
+    other = hn.encode(x, "int4:channel:asym").zero_point
+    assert 0.1 < (other != q.zero_point).mean() < 0.9
+    for fmt in ("int4:g2:asym:scale=fp32:division=reciprocal", "int4:g2:asym:scale=fp32"):
+        assert_like_oracle(hn.format(fmt), x[:40])
+
+
 def test_witnesses_against_reciprocals():
     """Numbers that float32 division sends to one e2m1 code and a reciprocal to another, for every e4m3 scale; one
     of them by its digits: under the scale 0x07, 0.02392577938735485 is 1.7499999 by division, so 1.5, and 1.75,
@@ -388,3 +407,27 @@ def test_oracle_by_hand():
         (1, 1),
     ]
     assert oracle(hn.format("int8:g2:scale=fp32"), np.float32([[127, 1]])).codes == {(0, 0): 127, (0, 1): 1}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nf4:g8", "posit6:g8", "int4sm:g8", "uint4b8:g8", "nvfp4:g8:rule=nv", "mxfp4:g8:rule=mse", "binary8p4se:g8"],
+)
+def test_draws_in_blocks_are_the_same_everywhere(name):
+    """And scales do not depend on them."""
+    import torch
+
+    x = np.random.default_rng(3).standard_normal((20, 16)).astype(np.float32)
+    rule = hn.Stochastic(seed=11, bits=12)
+    for division in ("", ":division=reciprocal"):
+        q = hn.encode(x, name + division, rounding=rule)
+        other = hn.encode(torch.from_numpy(x), name + division, rounding=rule)
+        assert same(other.codes.numpy(), q.codes)
+        assert same(q.scale, hn.encode(x, name + division).scale)
+        assert not same(q.codes, hn.encode(x, name + division).codes)
+        low, high = (hn.cast(x, name + division, rounding=r) for r in ("down", "up"))
+        y = hn.decode(q)
+        assert ((y == low) | (y == high)).all()
+        assert (y == low).any()
+        assert (y == high).any()
+    assert same(run("jax", hn.cast, x, name, rounding=rule), hn.cast(x, name, rounding=rule))

@@ -202,3 +202,9 @@ def test_an_mx_block_loses_what_its_scale_rule_says():
     assert lost.max() == pytest.approx(1 / 16, rel=0.03)
     certain = profile.magnitude[profile.typical == 1]
     assert certain.max() == pytest.approx(1 / 32, rel=0.03)
+
+
+def test_a_format_without_positive_numbers():
+    assert hn.describe("int1").binades == 0
+    with pytest.raises(ValueError, match="int1 has no number above zero"):
+        hn.error_profile("int1")

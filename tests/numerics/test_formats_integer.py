@@ -67,6 +67,15 @@ def test_symmetric_uint8_has_zero_point_128():
     assert same(hn.encode(x, "uint4b8:g32").codes, hn.encode(x, "int4:g32").codes ^ 8)
 
 
+def test_nan_becomes_the_code_of_zero_or_of_the_largest():
+    x = np.float32([np.nan, -np.nan])
+    for name, zero, largest in [("uint8b128", 128, 255), ("uint4b8", 8, 15), ("int4sm", 0, 7), ("int1", 0, 0)]:
+        assert hn.encode(x, name).tolist() == [zero, zero]
+        assert hn.encode(x, name, nan="max").tolist() == [largest, largest]
+    blocks = np.float32([[1, np.nan, 3, 4]])
+    assert hn.encode(blocks, "uint8b128:g4").codes.tolist() == [[128] * 4]
+
+
 def test_sign_and_magnitude():
     fmt = hn.Int(4, sign_magnitude=True)
     assert hn.encode(np.float32([-7, -8, 7, 8, -0.0, -0.4, -1]), fmt).tolist() == [0xF, 0xF, 7, 7, 8, 8, 9]
