@@ -2,6 +2,7 @@
 
 from ._block import Quantized
 from ._cast import cast, decode, encode, pack, unpack
+from ._fast_threads import set_threads
 from ._format import Block, Codebook, Fixed, Float, Format, Int, Log, Posit, p3109
 from ._learn import learn_codebook
 from ._names import ALIASES, NAMED, format
@@ -121,6 +122,7 @@ __all__ = [
     "quantize_optimizer",
     "quantize_updates",
     "scaled_step",
+    "set_threads",
     "unpack",
     "unpack_codes",
     "unpack_quantized",

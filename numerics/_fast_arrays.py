@@ -97,7 +97,7 @@ def check_out(xp: Backend, out: Array, x: Array, dtype: Any) -> None:
         raise ValueError(
             "out: jax arrays cannot be written to; jit the cast with donate_argnums, and x's memory is the result's"
         )
-    wanted = xp.torch.Tensor if hasattr(xp, "torch") else np.ndarray
+    wanted: Any = xp.torch.Tensor if hasattr(xp, "torch") else np.ndarray
     if not isinstance(out, wanted):
         raise ValueError(f"out is a {type(out).__name__}, but x is a {wanted.__module__}.{wanted.__name__}")
     if tuple(out.shape) != tuple(x.shape):

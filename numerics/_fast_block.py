@@ -57,7 +57,7 @@ def amaxes(x: Array, n: int, size: int, out: Array) -> None:
 
 
 @part
-def _ordered(u: int) -> int:
+def _ordered(u: Any) -> Any:
     """Bits of a float32 as an integer in the order of the numbers, and back."""
     return np.int32(u ^ right(np.int32(u >> np.int32(31)), np.int32(1)))
 
@@ -137,7 +137,7 @@ class ScaleValues(NamedTuple):
 
 
 @part
-def _gather(bits: int, mask: int, bit: int) -> int:
+def _gather(bits: Any, mask: Any, bit: Any) -> Any:
     """The last bits of a float64 rounded to odd into one."""
     low = np.int64(bits & mask)
     return np.int64(np.int64(bits - low) | (bit if low != 0 else np.int64(0)))
@@ -149,8 +149,8 @@ _LAST28, _BIT27 = np.int64((1 << 28) - 1), np.int64(1 << 27)
 @cache
 def scales(short: bool) -> Any:
     """The loop ``scales(a, k, v, codes, scale, unit, inverse)``: ``codes`` and ``scale`` (float32) [blocks] from amax
-    ``a`` (float32, or float64 where it is a span); ``unit`` (float64), what elements are divided by, and ``inverse`` (float32), its reciprocal, 0 where only
-    float64 has the range for it.
+    ``a`` (float32, or float64 where it is a span); ``unit`` (float64), what elements are divided by, and
+    ``inverse`` (float32), its reciprocal, 0 where only float64 has the range for it.
 
     ``short``: scale, target and tensor scale have so few bits together that one division decides.
     """

@@ -59,7 +59,8 @@ def _settle(plan: BlockPlan, most: Array, low: Array, tensor: Array | None) -> S
     )
     if plan.fmt.zero_point:
         spans(most, low, most)
-    scales(plan.short)(most, plan.steps, _scale_values(plan, tensor), found.codes, found.scale, found.unit, found.inverse)
+    values = _scale_values(plan, tensor)
+    scales(plan.short)(most, plan.steps, values, found.codes, found.scale, found.unit, found.inverse)
     if plan.fmt.zero_point:
         e: Any = plan.fmt.element
         points(low, found.unit, float(e.low), float(e.high), 2.0**e.fraction, found.point)
@@ -264,7 +265,7 @@ def encode_blocks(x: Memory, plan: BlockPlan, shapes: tuple[int, ...]) -> tuple[
     rows = Rows(grid(fmt, x.array.shape), x, False)
     codes, scale = new(x.array.shape, TYPES[code_bits(fmt.element)]), new(shapes, TYPES[code_bits(fmt.scale)])
     point = new(shapes, TYPES[code_bits(fmt.element)]) if fmt.zero_point else None
-    places = [None if v is None else rows.placed(v) for v in (codes, scale, point)]
+    places: Any = [None if v is None else rows.placed(v) for v in (codes, scale, point)]
     pieces = _pieces(rows.grid, fmt, rows.most)
     job = _measured(plan, rows, pieces)
 

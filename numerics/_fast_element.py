@@ -150,7 +150,18 @@ def nearest(codes: bool, exact: bool, points: bool, plain: bool) -> Any:
                     out[i] = word((w + no_zero) * s * t) if d == d else np.int32(0x7FC00000)
 
     @apart
-    def careful(bits: Array, out: Array, n: int, size: int, scale: Array, unit: Array, inverse: Array, point: Array, p: Array, f: Array) -> None:
+    def careful(
+        bits: Array,
+        out: Array,
+        n: int,
+        size: int,
+        scale: Array,
+        unit: Array,
+        inverse: Array,
+        point: Array,
+        p: Any,
+        f: Any,
+    ) -> None:
         """All blocks, with a second look at lanes that are not to be trusted."""
         c = constants(p, f)
         start, end = 0, n
@@ -172,7 +183,7 @@ def nearest(codes: bool, exact: bool, points: bool, plain: bool) -> Any:
 
     @compiled
     def run(
-        x: Array, out: Array, n: int, size: int, scale: Array, unit: Array, inverse: Array, point: Array, p: Array, f: Array
+        x: Array, out: Array, n: int, size: int, scale: Array, unit: Array, inverse: Array, point: Array, p: Any, f: Any
     ) -> None:
         bits, target = x.view(np.int32), out if codes else out.view(np.int32)
         if size % LANES != 0 or n % size != 0:
@@ -221,8 +232,8 @@ def blocks(codes: bool, exact: bool, points: bool, plain: bool, short: bool, wid
     """The loop ``blocks(x, out, n, size, k, v, e, p, f, amax, scale, point)``: from numbers to `nearest` with the
     scales on the way, whose codes go to ``scale`` [blocks], and zero points to ``point``, where these are not empty.
 
-    x: float32, or where not ``wide`` the bits of bfloat16. ``plain``, ``short``: as in `nearest`, `scales`. ``k``, ``v``: `ScaleSteps` and `ScaleValues`; ``e``: an
-    integer element's lowest and highest, and integers to one; ``amax`` (float32): of each block, where not empty.
+    x: float32, or where not ``wide`` the bits of bfloat16. ``plain``, ``short``: as in `nearest`, `scales`.
+    ``k``, ``v``: `ScaleSteps` and `ScaleValues`; ``e``: an integer element's lowest and highest, and integers to one; ``amax`` (float32): of each block, where not empty.
     """
     elements, settle = nearest(codes, exact, points, plain), scales(short)
 

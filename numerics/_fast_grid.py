@@ -46,9 +46,9 @@ def grid(fmt: Block, shape: tuple[int, ...]) -> Grid:
     if fmt.size == "tensor":
         n = int(np.prod(shape))
         return Grid(1, n, 1, n, 1)
-    axis = fmt.axis % len(shape)
+    axis = fmt.axis % len(shape)  # type: ignore[operator]  # tiles, which have several, are not cut here
     n = shape[axis]
-    size = n if fmt.size == "channel" else min(fmt.size, n)
+    size: Any = n if fmt.size == "channel" else min(fmt.size, n)
     outer, inner = int(np.prod(shape[:axis])), int(np.prod(shape[axis + 1 :]))
     return Grid(outer, n, inner, size, -(-n // size))
 

@@ -14,11 +14,14 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
-from numba.extending import intrinsic, lower_builtin, models, register_model
+from numba.extending import intrinsic as _intrinsic
+from numba.extending import lower_builtin, models, register_model
 from numba.np.arrayobj import make_array
 
 LANES = 16
 _KINDS = {"Ints": ir.IntType(32), "Floats": ir.FloatType(), "Mask": ir.IntType(1)}
+
+intrinsic: Any = _intrinsic  # numba does not say what a decorated function is called with
 
 
 class _Lanes(types.Type):
@@ -44,7 +47,7 @@ def _operator(function: Any, cases: dict[Any, tuple[Any, str, tuple[str, ...]]])
 
     class Template(ConcreteTemplate):
         key = function
-        cases = ()
+        cases: Any = ()
 
     Template.cases = [signature(result, of, of) for of, (result, _, _) in cases.items()]
     infer_global(function)(Template)

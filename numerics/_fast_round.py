@@ -27,8 +27,9 @@ class Steps(NamedTuple):
 
     ``emin``: of the smallest normal number. ``limit``: bits of a number beyond the largest, which stands for all
     such. ``mantissa``: bits of it. ``lift``: 23 less these, moved up by 23. ``low``: bits of the quantum below
-    ``2**emin``, where numbers are its multiples. ``low_drop``: how many bits are dropped there, counted from emin's place. ``flush``:
-    how far a significand from there moves to be a code. ``first``: what code 0 stands above zero's.
+    ``2**emin``, where numbers are its multiples. ``low_drop``: how many bits are dropped there, counted from
+    emin's place. ``flush``: how far a significand from there moves to be a code. ``first``: what code 0 stands
+    above zero's.
     """
 
     emin: int

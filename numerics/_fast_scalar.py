@@ -17,7 +17,7 @@ from ._fast_plan import Plan, plan
 from ._fast_round import rounder
 from ._fast_table import Table, compare, look_up, pick, search, table
 from ._fast_threads import share
-from ._fast_words import from_bfloat16, from_float16, odd_from_double
+from ._fast_words import INFINITY, from_bfloat16, from_float16, odd_from_double
 from ._format import Float, Scalar
 from ._policy import Policy
 from ._random import Stochastic
@@ -44,8 +44,11 @@ class ByArithmetic:
     """`Rounder` by `_fast_round`."""
 
     def __init__(self, found: Plan, rule: Any) -> None:
-        self.plan, self.bits, self.mantissa = found, found.bits, found.mantissa
-        self.start, self.key = 0, ()
+        self.plan, self.bits = found, found.bits
+        # what float32 has not is not told from infinity by formats that reach as far
+        self.mantissa = found.mantissa if found.values[1] < INFINITY else 24
+        self.start: Any = 0
+        self.key: Any = ()
         if isinstance(rule, Stochastic):
             self.start = rule.start
             self.key = (np.uint32(rule.seed & 0xFFFFFFFF), np.uint32(rule.seed >> 32))

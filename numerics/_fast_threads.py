@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 P = TypeVar("P")
 
@@ -39,7 +39,7 @@ def threads() -> int:
         n = len(os.sched_getaffinity(0))
     except AttributeError:
         n = os.cpu_count() or 1
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     return min(n, torch.get_num_threads()) if hasattr(torch, "get_num_threads") else n
 
 

@@ -61,7 +61,7 @@ def decoded(xp: Backend, code: Array, fmt: Any) -> Array | None:
     kind = known(fmt)
     if kind is Fixed and fmt.fraction <= 126:
         return _integers(xp, code, fmt)
-    if kind is Float and -126 <= fmt.emin - fmt.mantissa and fmt.emax <= 127 and fmt.mantissa <= 23:
+    if kind is Float and fmt.emin - fmt.mantissa >= -126 and fmt.emax <= 127 and fmt.mantissa <= 23:
         return _floats(xp, code, fmt)
     return None
 
@@ -91,6 +91,6 @@ def _floats(xp: Backend, code: Array, fmt: Float) -> Array:
     if fmt.nan == "negative_zero":
         value = xp.where(code == fmt.nan_code, _NAN, value)
     elif fmt.nan_code is not None:
-        first = fmt.inf_code if fmt.nan == "ieee" else fmt.nan_code - 1  # type: ignore[operator]
+        first = fmt.inf_code if fmt.nan == "ieee" else fmt.nan_code - 1
         value = xp.where(magnitude > first, _NAN, value)
     return xp.view(value, xp.floats[32])

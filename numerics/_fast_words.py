@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic as _intrinsic
 
 Array = Any
 
+intrinsic: Any = _intrinsic  # numba does not say what a decorated function is called with
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
@@ -28,8 +29,8 @@ def compiled(function: Callable[..., Any]) -> Any:
         return njit(**_OPTIONS)(function)
 
 
-part = njit(forceinline=True, **_OPTIONS)  # of such a loop
-apart = njit(**_OPTIONS)  # called from it, where it seldom happens
+part: Any = njit(forceinline=True, **_OPTIONS)  # of such a loop
+apart: Any = njit(**_OPTIONS)  # called from it, where it seldom happens
 
 
 def _same_bits(to: Any, of: Any, kind: Any) -> Any:
@@ -73,7 +74,7 @@ _PARITY = np.uint32(0x1BD11BDA)
 
 
 @part
-def _rounds(x: int, y: int, r0: int, r1: int, r2: int, r3: int) -> tuple[int, int]:
+def _rounds(x: Any, y: Any, r0: int, r1: int, r2: int, r3: int) -> tuple[int, int]:
     """Four rounds of Threefry-2x32."""
     x = np.uint32(x + y)
     y = np.uint32(np.uint32(np.uint32(y << r0) | np.uint32(y >> (32 - r0))) ^ x)
@@ -87,7 +88,7 @@ def _rounds(x: int, y: int, r0: int, r1: int, r2: int, r3: int) -> tuple[int, in
 
 
 @part
-def _threefry(x: int, y: int, k0: int, k1: int, k2: int) -> tuple[int, int]:
+def _threefry(x: Any, y: Any, k0: Any, k1: Any, k2: Any) -> tuple[Any, Any]:
     """Threefry-2x32 with 20 rounds, after the first keys were added."""
     x, y = _rounds(x, y, 13, 15, 26, 6)
     x, y = np.uint32(x + k1), np.uint32(y + np.uint32(k2 + np.uint32(1)))
