@@ -233,7 +233,8 @@ def blocks(codes: bool, exact: bool, points: bool, plain: bool, short: bool, wid
     scales on the way, whose codes go to ``scale`` [blocks], and zero points to ``point``, where these are not empty.
 
     x: float32, or where not ``wide`` the bits of bfloat16. ``plain``, ``short``: as in `nearest`, `scales`.
-    ``k``, ``v``: `ScaleSteps` and `ScaleValues`; ``e``: an integer element's lowest and highest, and integers to one; ``amax`` (float32): of each block, where not empty.
+    ``k``, ``v``: `ScaleSteps` and `ScaleValues`; ``e``: an integer element's lowest and highest, and integers to
+    one; ``amax`` (float32): of each block, where not empty.
     """
     elements, settle = nearest(codes, exact, points, plain), scales(short)
 

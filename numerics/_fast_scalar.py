@@ -23,7 +23,7 @@ from ._policy import Policy
 from ._random import Stochastic
 
 PIECE = 1 << 15  # elements converted at a time: they and their results fit the second-level cache
-DIRECT = 1 << 20  # elements of float32 that a loop is given at a time, where nothing is in between
+DIRECT = 1 << 18  # elements of float32 that a loop is given at a time, where nothing is in between
 TYPES: dict[int, Any] = {8: np.uint8, 16: np.uint16, 32: np.uint32}
 
 Encode = Callable[[Array, Any, Policy], Array]  # the array text's, for float32
