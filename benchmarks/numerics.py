@@ -24,6 +24,7 @@ import torch
 from halfulp import numerics as hn
 
 ELEMENTWISE = ["e4m3fn", "e5m2", "e3m2", "e2m1", "bf16", "fp16", "int8", "fixed16.9", "nf4", "posit8", "posit16"]
+ELEMENTWISE += ["log4.3", "e8m0", "ue5m3", "int4sm"]
 BLOCKS = ["mxfp4", "mxfp8", "nvfp4", "int4:g128", "int8:channel", "e4m3fn:tensor", "e4m3fn:128x128"]
 
 

@@ -1,10 +1,13 @@
 """The fast engine's door: what the compiled loops can do, they do; for all else the answer is None.
 
-They serve arrays in the memory of the CPU: of numpy, torch tensors there, and jax arrays outside a trace.
-Everything else (traced by `jax.jit`, `torch.compile`, `vmap` and the like, or on another device) is the array
-text's, and so are these: float64 and wide integers into formats of more than 21 bits or by table, integers that
+They serve arrays in the memory of the CPU: of numpy, torch tensors there, and jax arrays outside a trace. Fast
+are casts and codes of floats, integers, fixed point and posits by arithmetic, in every rounding (posits to nearest);
+of all other formats of at most 16 bits by table; of blocks along any axis and tiles of the last two, whose scale
+follows from the largest magnitude, and decoding. float64 and int32 count where the format has at most 21 bits.
+
+Everything else is the array text's: what is traced by `jax.jit` or `vmap` or lies on another device, integers that
 wrap around, numbers beyond float32, stochastic rounding by table, with a window, or of elements under a scale that
-is no power of two, scales by search, tiles, divisions by reciprocal. The bits are the same either way.
+is no power of two, scales by search, division by reciprocal. The bits are the same either way.
 """
 
 from __future__ import annotations
@@ -82,7 +85,7 @@ def _block_plan(fmt: Any, policy: Policy, x: Memory, encode: Any) -> Any:
     if x.kind not in EXACT:
         return None
     plan = block_plan(fmt, policy, encode if x.array.size >= SMALL else None)
-    if plan is not None and isinstance(policy.rounding, Stochastic) and grid(fmt, x.array.shape).inner > 1:
+    if plan is not None and isinstance(policy.rounding, Stochastic) and not grid(fmt, x.array.shape).plain:
         return None  # pieces whose elements do not follow each other in the order in which words are drawn
     return plan
 
@@ -148,7 +151,7 @@ def decode_quantized(xp: Backend, q: Quantized) -> Array | None:
     """`halfulp.numerics.decode` of a block format's codes to float32, or None."""
     fmt: Any = q.format
     found = _found(xp, q.codes)
-    if found is None or isinstance(fmt.size, tuple) or fmt.element.bits > 16:
+    if found is None or (isinstance(fmt.size, tuple) and fmt.axis != (-2, -1)) or fmt.element.bits > 16:
         return None
     from ._fast_blocks import decode_blocks
     from ._fast_scalar import TYPES, code_bits

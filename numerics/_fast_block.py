@@ -146,55 +146,58 @@ def _gather(bits: Any, mask: Any, bit: Any) -> Any:
 _LAST28, _BIT27 = np.int64((1 << 28) - 1), np.int64(1 << 27)
 
 
-@cache
-def scales(short: bool) -> Any:
-    """The loop ``scales(a, k, v, codes, scale, unit, inverse)``: ``codes`` and ``scale`` (float32) [blocks] from amax
-    ``a`` (float32, or float64 where it is a span); ``unit`` (float64), what elements are divided by, and
-    ``inverse`` (float32), its reciprocal, 0 where only float64 has the range for it.
+@part
+def _scales(a: Array, k: Array, v: Array, codes: Array, scale: Array, unit: Array, inverse: Array, short: bool) -> None:
+    emin, mantissa, low, flush, first, down, up = k[0], k[1], k[2], k[3], k[4], k[5], k[6]
+    code_least, code_most, nan = k[7], k[8], k[9]
+    round_half, round_shift, round_odd, round_mask, short_mask, short_bit = k[10], k[11], k[12], k[13], k[14], k[15]
+    tensor, power, target, least, most, rounded = v[0], v[1], v[2], v[3], v[4], v[5]
+    drop = np.int64(52) - mantissa
+    whole = tensor * (target / power)
+    for i in range(a.size):
+        finite = a[i] < np.inf
+        amax = np.float64(a[i]) if finite else 0.0
+        if short:
+            share = amax / whole
+        else:
+            bits = _gather(long_word(amax / tensor), _LAST28, _BIT27)
+            bits = np.int64((bits + round_half + ((bits >> round_shift) & round_odd)) & round_mask)
+            share = long_real(_gather(bits, short_mask, short_bit)) * power
+            share = long_real(_gather(long_word(share / target), _LAST28, _BIT27))
+        e = np.int64(long_word(share) & _FIELD)
+        below = e < emin
+        c = low if below else np.int64(e + (drop << 52))
+        total = share + long_real(c)
+        near = total - long_real(c)
+        kept = np.int64(long_word(total) - c)
+        kept += down if near > share else np.int64(0)
+        kept -= up if near < share else np.int64(0)
+        value = np.float64(kept) * long_real(np.int64(c - (np.int64(52) << 52)))
+        code = np.int64((kept << flush if below else kept + ((e - emin) >> drop)) - first)
+        code = min(max(code, code_least), code_most)
+        value = min(max(value, least), most)
+        s = np.float32(value if finite else np.nan)
+        codes[i] = code if finite else nan
+        scale[i] = s
+        product = np.float64(s) * tensor
+        closed = np.float64(max(np.float32(product), np.float32(1e-45)))
+        u = closed if rounded != 0 and finite else product
+        unit[i] = u
+        inverse[i] = np.float32(1.0 / u) if u > 2.0**-100 and u < 2.0**100 else np.float32(0)
+
+
+@compiled
+def scales(a: Array, k: Array, v: Array, codes: Array, scale: Array, unit: Array, inverse: Array, short: bool) -> None:
+    """``codes`` and ``scale`` (float32) [blocks] from amax ``a`` (float32, or float64 where it is a span); ``unit``
+    (float64), what elements are divided by, and ``inverse`` (float32), its reciprocal, 0 where only float64 has the
+    range for it. ``k``, ``v``: `ScaleSteps` and `ScaleValues`.
 
     ``short``: scale, target and tensor scale have so few bits together that one division decides.
     """
-
-    @compiled
-    def run(a: Array, k: Array, v: Array, codes: Array, scale: Array, unit: Array, inverse: Array) -> None:
-        emin, mantissa, low, flush, first, down, up = k[0], k[1], k[2], k[3], k[4], k[5], k[6]
-        code_least, code_most, nan = k[7], k[8], k[9]
-        round_half, round_shift, round_odd, round_mask, short_mask, short_bit = k[10], k[11], k[12], k[13], k[14], k[15]
-        tensor, power, target, least, most, rounded = v[0], v[1], v[2], v[3], v[4], v[5]
-        drop = np.int64(52) - mantissa
-        whole = tensor * (target / power)
-        for i in range(a.size):
-            finite = a[i] < np.inf
-            amax = np.float64(a[i]) if finite else 0.0
-            if short:
-                share = amax / whole
-            else:
-                bits = _gather(long_word(amax / tensor), _LAST28, _BIT27)
-                bits = np.int64((bits + round_half + ((bits >> round_shift) & round_odd)) & round_mask)
-                share = long_real(_gather(bits, short_mask, short_bit)) * power
-                share = long_real(_gather(long_word(share / target), _LAST28, _BIT27))
-            e = np.int64(long_word(share) & _FIELD)
-            below = e < emin
-            c = low if below else np.int64(e + (drop << 52))
-            total = share + long_real(c)
-            near = total - long_real(c)
-            kept = np.int64(long_word(total) - c)
-            kept += down if near > share else np.int64(0)
-            kept -= up if near < share else np.int64(0)
-            value = np.float64(kept) * long_real(np.int64(c - (np.int64(52) << 52)))
-            code = np.int64((kept << flush if below else kept + ((e - emin) >> drop)) - first)
-            code = min(max(code, code_least), code_most)
-            value = min(max(value, least), most)
-            s = np.float32(value if finite else np.nan)
-            codes[i] = code if finite else nan
-            scale[i] = s
-            product = np.float64(s) * tensor
-            closed = np.float64(max(np.float32(product), np.float32(1e-45)))
-            u = closed if rounded != 0 and finite else product
-            unit[i] = u
-            inverse[i] = np.float32(1.0 / u) if u > 2.0**-100 and u < 2.0**100 else np.float32(0)
-
-    return run
+    if short:
+        _scales(a, k, v, codes, scale, unit, inverse, True)
+    else:
+        _scales(a, k, v, codes, scale, unit, inverse, False)
 
 
 @compiled

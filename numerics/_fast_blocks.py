@@ -13,6 +13,8 @@ from ._fast_arrays import Memory, new
 from ._fast_block import about_points, amaxes, points, products, quotients, ranges, scales, spans
 from ._fast_element import blocks, finite_amax, nearest
 from ._fast_grid import Grid, Piece, grid, turned
+from ._fast_lanes import LANES
+from ._fast_power import blocks as power_blocks
 from ._fast_rows import BlockPlan, tensor_scale_of
 from ._fast_scalar import DIRECT, PIECE, TYPES, Sink, Source, values_of_codes
 from ._fast_table import pick
@@ -60,7 +62,7 @@ def _settle(plan: BlockPlan, most: Array, low: Array, tensor: Array | None) -> S
     if plan.fmt.zero_point:
         spans(most, low, most)
     values = _scale_values(plan, tensor)
-    scales(plan.short)(most, plan.steps, values, found.codes, found.scale, found.unit, found.inverse)
+    scales(most, plan.steps, values, found.codes, found.scale, found.unit, found.inverse, plan.short)
     if plan.fmt.zero_point:
         e: Any = plan.fmt.element
         points(low, found.unit, float(e.low), float(e.high), 2.0**e.fraction, found.point)
@@ -83,7 +85,7 @@ class Job(NamedTuple):
 
     def size(self, piece: Piece) -> int:
         """Of the piece's blocks."""
-        return piece.length if self.plan.fmt.size == "tensor" else self.grid.size
+        return piece.n if piece.tiles or self.plan.fmt.size == "tensor" else self.grid.size
 
     def run(self, piece: Piece, x: Array, out: Array, codes: bool, scale: Array = _NONE, point: Array = _NONE) -> None:
         """``out`` = the numbers (float32) or codes of a piece ``x``, whose memory is another; ``scale``, ``point`` =
@@ -91,14 +93,19 @@ class Job(NamedTuple):
         plan, fmt = self.plan, self.plan.fmt
         if plan.fused and self.whole is None:
             e: Any = fmt.element
-            integers = np.array([e.low, e.high, 2.0**e.fraction] if fmt.zero_point else [0.0, 0.0, 1.0])
-            loop = blocks(codes, plan.exact, fmt.zero_point, plan.plain, plan.short, x.dtype == np.float32)
+            size, n, wide = self.size(piece), piece.n, x.dtype == np.float32
             if not scale.size:
                 scale = np.empty(0, TYPES[code_bits(fmt.scale)])
+            out = out if codes else out.view(np.int32)
+            if plan.places is not None and size % LANES == 0 and n % size == 0:
+                by_power = power_blocks(codes, plan.plain, wide)
+                by_power(x, out, size, plan.places, plan.steps, self._values, plan.lattice, self._bounds, scale)
+                return
+            integers = np.array([e.low, e.high, 2.0**e.fraction] if fmt.zero_point else [0.0, 0.0, 1.0])
+            loop = blocks(codes, plan.exact, fmt.zero_point, plan.plain, plan.short, wide)
             steps, values, amax = plan.steps, self._values, self.amax[piece.shared] if self.amax.size else _NONE
             amax = np.empty(0) if fmt.zero_point else amax  # spans are float64
-            size, lattice = self.grid.size, plan.lattice
-            loop(x, out, piece.n, size, steps, values, integers, lattice, self._bounds, amax, scale, point)
+            loop(x, out, n, size, steps, values, integers, plan.lattice, self._bounds, amax, scale, point)
             return
         shared = self.whole or _settle(plan, *_extents(plan, x, piece, self.size(piece)), self.tensor)
         if scale.size:
@@ -122,6 +129,7 @@ class Job(NamedTuple):
         plan, fmt, n, size, point = self.plan, self.plan.fmt, piece.n, self.size(piece), shared.point
         if plan.fused:
             loop = nearest(codes, plan.exact, fmt.zero_point, plan.plain)
+            out = out if codes else out.view(np.int32)
             loop(x, out, n, size, shared.scale, shared.unit, shared.inverse, point, plan.lattice, self._bounds)
             return
         rest = np.empty(x.size, np.float32)
@@ -148,11 +156,11 @@ class Rows:
     """Reads and writes pieces of tensors: memory as it is, or gathered and scattered where blocks lie across it."""
 
     def __init__(self, g: Grid, x: Memory, apart: bool) -> None:
-        self.grid, self.plain = g, g.inner == 1
+        self.grid, self.plain = g, g.plain
         self.half = False  # whether bfloat16 may be read as it is
         array = np.ascontiguousarray(x.array)
-        self.source = Source(Memory(array.reshape(-1), x.kind), apart)
-        self.x = self.source.array if self.plain else array.reshape(g.outer, g.n, g.inner)
+        self.source = Source(Memory(array.reshape(-1), x.kind), apart and g.plain)
+        self.x = self.placed(array)
 
     @property
     def most(self) -> int:
@@ -161,31 +169,42 @@ class Rows:
 
     def read(self, piece: Piece, scratch: Array) -> Array:
         """float32 [length], rows one after the other, or the bits of bfloat16."""
-        if self.half:
-            return self.taken(self.x, piece.elements)
-        return self.source.read(self.taken(self.x, piece.elements), scratch)
+        x = self.taken(self.x, piece)
+        return x if self.half else self.source.read(x, scratch)
 
-    def taken(self, array: Array, where: Any) -> Array:
+    def taken(self, array: Array, piece: Piece, shared: bool = False) -> Array:
         """A piece of an array that is `placed`, flat, rows one after the other."""
-        part = array[where]
-        if self.plain:
+        part = array[piece.shared if shared else piece.elements]
+        if self.plain or (shared and piece.tiles):
             return part
+        if piece.tiles:
+            return np.ascontiguousarray(_side_by_side(part, piece)).reshape(-1)
         rows = np.empty((part.shape[1], part.shape[0]), part.dtype)
         turned(part, rows)
         return rows.reshape(-1)
 
-    def write(self, out: Array, piece: Piece, values: Array, elements: bool = True) -> None:
+    def write(self, out: Array, piece: Piece, values: Array, shared: bool = False) -> None:
         """Values of a piece's elements, or of its blocks, to their places in an output as `placed` has it."""
-        where = piece.elements if elements else piece.shared
-        if self.plain:
-            out[where] = values
+        place = out[piece.shared if shared else piece.elements]
+        if self.plain or (shared and piece.tiles):
+            place[...] = values
+        elif piece.tiles:
+            tiles = _side_by_side(place, piece)
+            tiles[...] = values.reshape(tiles.shape)
         else:
-            place = out[where]
             turned(values.reshape(place.shape[1], place.shape[0]), place)
 
-    def placed(self, out: Array) -> Array:
+    def placed(self, out: Array, shared: bool = False) -> Array:
         """An output, of elements or of what is one a block, as pieces index it."""
-        return out.reshape(-1) if self.plain else out.reshape(self.grid.outer, -1, self.grid.inner)
+        return out.reshape(-1) if self.plain else out.reshape(self.grid.outer, -1, self._width(shared))
+
+    def _width(self, shared: bool) -> int:
+        return self.grid.across if shared else self.grid.inner
+
+
+def _side_by_side(part: Array, piece: Piece) -> Array:
+    """[tiles, rows, columns] of tiles that lie side by side."""
+    return part.reshape(part.shape[0], piece.tiles, -1).swapaxes(0, 1)
 
 
 def _most(pieces: Any) -> int:
@@ -265,7 +284,7 @@ def encode_blocks(x: Memory, plan: BlockPlan, shapes: tuple[int, ...]) -> tuple[
     rows = Rows(grid(fmt, x.array.shape), x, False)
     codes, scale = new(x.array.shape, TYPES[code_bits(fmt.element)]), new(shapes, TYPES[code_bits(fmt.scale)])
     point = new(shapes, TYPES[code_bits(fmt.element)]) if fmt.zero_point else None
-    places: Any = [None if v is None else rows.placed(v) for v in (codes, scale, point)]
+    places: Any = rows.placed(codes), rows.placed(scale, True), None if point is None else rows.placed(point, True)
     pieces = _pieces(rows.grid, fmt, rows.most)
     job = _measured(plan, rows, pieces)
 
@@ -278,11 +297,11 @@ def encode_blocks(x: Memory, plan: BlockPlan, shapes: tuple[int, ...]) -> tuple[
             job.run(piece, rows.read(piece, scratch), elements, True, factors, zeros)
             if not rows.plain:
                 rows.write(places[0], piece, elements)
-                rows.write(places[1], piece, factors, False)
+                rows.write(places[1], piece, factors, True)
             if point is not None:
                 steps = np.float32(2.0**fmt.element.fraction)
                 whole = (zeros * steps).astype(np.int32) & ((1 << fmt.element.bits) - 1)
-                rows.write(places[2], piece, whole.astype(point.dtype), False)
+                rows.write(places[2], piece, whole.astype(point.dtype), True)
 
     share(pieces, x.array.size, work)
     return codes, scale, point, job.tensor
@@ -301,16 +320,16 @@ def decode_blocks(codes: Array, scale: Array, point: Array | None, tensor: Any, 
     rows = Rows(g, Memory(codes, ""), False)
     out = new(codes.shape, np.float32)
     target = rows.placed(out)
-    scales_of, points_of = (None if v is None else rows.placed(np.ascontiguousarray(v)) for v in (scale, point))
+    scales_of, points_of = (None if v is None else rows.placed(np.ascontiguousarray(v), True) for v in (scale, point))
     elements = values_of_codes(fmt.element)
 
     def run(mine: Any) -> None:
         for piece in mine:
-            size = piece.length if fmt.size == "tensor" else g.size
+            size = piece.n if piece.tiles or fmt.size == "tensor" else g.size
             values = target[piece.elements] if rows.plain else np.empty(piece.length, np.float32)
-            pick(rows.taken(rows.x, piece.elements), values, elements)
-            shared = _numbers_of_scales(rows.taken(scales_of, piece.shared), fmt.scale)
-            less = _NONE if points_of is None else elements[rows.taken(points_of, piece.shared)]
+            pick(rows.taken(rows.x, piece), values, elements)
+            shared = _numbers_of_scales(rows.taken(scales_of, piece, True), fmt.scale)
+            less = _NONE if points_of is None else elements[rows.taken(points_of, piece, True)]
             products(values, piece.n, size, shared, _second(tensor), less)
             if not rows.plain:
                 rows.write(target, piece, values)

@@ -108,14 +108,19 @@ def choose(typing: Any, mask: Any, a: Any, b: Any) -> Any:
     return a(Mask, a, a), lambda context, builder, sig, args: builder.select(*args)
 
 
-@intrinsic
-def shift_right(typing: Any, x: Any, by: Any) -> Any:
-    """Logical shift of every lane by the same number, 0 to 31."""
+def _shift(name: str) -> Any:
+    @intrinsic
+    def shift(typing: Any, x: Any, by: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            return getattr(builder, name)(args[0], _fill(builder, _KINDS["Ints"], args[1]))
 
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.lshr(args[0], _fill(builder, _KINDS["Ints"], args[1]))
+        return Ints(Ints, types.int32), generate
 
-    return Ints(Ints, types.int32), generate
+    return shift
+
+
+# every lane by the same number, 0 to 31
+shift_left, shift_right = _shift("shl"), _shift("lshr")
 
 
 @intrinsic
@@ -177,12 +182,15 @@ def _pointer(context: Any, builder: Any, array: Any, value: Any, index: Any) -> 
 
 @intrinsic
 def load(typing: Any, array: Any, i: Any) -> Any:
-    """Elements i to i + 15 of an int32 or float32 array."""
-    kind, vector = (Ints, _INTS) if array.dtype == types.int32 else (Floats, _FLOATS)
+    """Elements i to i + 15 of an int32 or float32 array, or of an array of shorter unsigned integers as ints."""
+    kind, vector = (Floats, _FLOATS) if array.dtype == types.float32 else (Ints, _INTS)
+    bits = array.dtype.bitwidth
+    stored = vector if bits == 32 else ir.VectorType(ir.IntType(bits), LANES)
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        at = builder.bitcast(_pointer(context, builder, array, args[0], args[1]), vector.as_pointer())
-        return builder.load(at, align=4)
+        at = builder.bitcast(_pointer(context, builder, array, args[0], args[1]), stored.as_pointer())
+        value = builder.load(at, align=bits // 8)
+        return value if bits == 32 else builder.zext(value, vector)
 
     return kind(array, types.intp), generate
 
@@ -201,3 +209,51 @@ def store(typing: Any, array: Any, i: Any, x: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.intp, x), generate
+
+
+def _interleave(first: int) -> Any:
+    """A function of two vectors: their lanes by turns, eight of each from lane ``first`` on."""
+    turns = [lane for i in range(first, first + LANES // 2) for lane in (i, LANES + i)]
+
+    @intrinsic
+    def interleave(typing: Any, a: Any, b: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            return builder.shuffle_vector(*args, ir.Constant(ir.VectorType(ir.IntType(32), LANES), turns))
+
+        return a(a, a), generate
+
+    return interleave
+
+
+lows, highs = _interleave(0), _interleave(LANES // 2)
+
+
+@intrinsic
+def load_row(typing: Any, array: Any, i: Any, j: Any) -> Any:
+    """Elements [i, j] to [i, j + 15] of an int32 array whose last axis is without gaps."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        at = _row(context, builder, array, *args)
+        return builder.load(builder.bitcast(at, _INTS.as_pointer()), align=4)
+
+    return Ints(array, types.intp, types.intp), generate
+
+
+@intrinsic
+def store_row(typing: Any, array: Any, i: Any, j: Any, x: Any) -> Any:
+    """Elements [i, j] to [i, j + 15] of an int32 array whose last axis is without gaps = the lanes."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        at = _row(context, builder, array, *args[:3])
+        builder.store(args[3], builder.bitcast(at, _INTS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, x), generate
+
+
+def _row(context: Any, builder: Any, array: Any, value: Any, i: Any, j: Any) -> Any:
+    found = make_array(array)(context, builder, value)
+    start = builder.mul(i, builder.extract_value(found.strides, 0))
+    base = builder.bitcast(found.data, ir.IntType(8).as_pointer())
+    row = builder.bitcast(builder.gep(base, [start]), found.data.type)
+    return builder.gep(row, [j])

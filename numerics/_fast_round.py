@@ -115,6 +115,88 @@ def words_of(*parts: Any) -> Array:
     return np.array([v - (1 << 32) if v >> 31 == 1 else v for v in flat], np.int64).astype(np.int32)
 
 
+@part
+def _span(
+    bits: Array, out: Array, words: Array, p: Array, nearest: bool, random: bool, level: bool, codes: bool
+) -> None:
+    """Numbers (int32 words) to numbers or codes. The choices are constants where this is called, and nothing that
+    is not chosen is left of it."""
+    emin, limit, mantissa, lift, low, low_drop, flush, first = p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]
+    most, most_n, over, over_n, inf, inf_n, nan, nan_n = p[8], p[9], p[10], p[11], p[12], p[13], p[14], p[15]
+    least, sign, negate, mask, zero, offset = p[16], p[17], p[18], p[19], p[20], p[21]
+    m0, m1, m2, m3, m4, m5 = p[22], p[23], p[24], p[25], p[26], p[27]
+    drop0 = np.int32(np.int32(23) - mantissa)
+    for i in range(bits.size):
+        u = bits[i]
+        negative = u < 0
+        magnitude = np.int32(u & MAGNITUDE)
+        a = min(magnitude, limit)
+        # k: the rounded magnitude's significand and exponent, as float32 bits or as a code
+        if nearest:
+            e = np.int32(a & INFINITY)
+            below = e < emin
+            c = np.int32(low + np.int32(23 << 23)) if below else np.int32(e + lift)
+            total = real(a) + real(c)
+            if codes:
+                k = np.int32(word(total) - c)
+                up = right(np.int32(e - emin), drop0)
+                k = np.int32((left(k, flush) if below else np.int32(k + up)) - first)
+            else:
+                k = word(total - real(c))
+        elif random:
+            w = np.int32(words[i] & m0)
+            k = np.int32(np.int32(a + right(right(w, np.int32(1)), m1)) + m2)
+            k = np.int32(right(k, drop0) - m5) if codes else np.int32(k & m5)
+            if not level:
+                # below, a fixed point of 24 bits: more bits of a number do not move its threshold
+                below = a < emin
+                share = real(a) * real(m3)
+                floor = np.int32(share)
+                rest = np.int32((share - np.float32(floor)) * np.float32(1 << 24))
+                rest = np.int32(np.int32(rest + right(w, np.int32(8))) + m4)
+                kept = np.int32(floor + right(rest, np.int32(24)))
+                k_low = left(kept, flush) if codes else word(np.float32(kept) * real(low))
+                k = k_low if below else k
+            if codes:
+                k = np.int32(k - first)
+        else:
+            e = max(np.int32(a & INFINITY), HIDDEN)
+            if level:
+                below, drop, significand = False, drop0, a
+            else:
+                below = a < emin
+                drop = np.int32(right(np.int32(emin - e), np.int32(23)) + low_drop) if below else drop0
+                drop = min(drop, np.int32(25))
+                significand = np.int32(np.int32(a - e) + HIDDEN)
+            last = np.int32(left(np.int32(1), drop) - np.int32(1))
+            odd = np.int32(right(significand, drop) & np.int32(1))
+            more = right(np.int32(np.int32(last + np.int32(odd & m0)) + m1), m2)
+            more = np.int32(more & (m4 if negative else m3))
+            more = np.int32(more & np.int32(np.int32(odd - np.int32(1)) | m5))
+            kept = right(np.int32(significand + more), drop)
+            if codes:
+                up = np.int32(0) if level else right(np.int32(e - emin), drop0)
+                k = np.int32((left(kept, flush) if below else np.int32(kept + up)) - first)
+            elif level:
+                k = left(kept, drop)
+            else:
+                q = low if below else np.int32(np.int32(e + lift) - np.int32(23 << 23))
+                k = word(np.float32(kept) * real(q))
+        k = max(k, least)
+        if codes:
+            s = np.int32(-1) if negative else np.int32(0)
+            r = np.int32(np.int32(np.int32(k ^ np.int32(s & negate)) - np.int32(s & negate)) ^ np.int32(s & sign))
+            r = np.int32(np.int32(r + offset) & mask)
+        else:
+            r = np.int32(k | np.int32(u & sign))
+        r = r if k != 0 else np.int32(r & zero)
+        o = over_n if negative else over
+        o = (inf_n if negative else inf) if magnitude == INFINITY else o
+        r = o if k > (most_n if negative else most) else r
+        r = (nan_n if negative else nan) if magnitude > INFINITY else r
+        out[i] = r
+
+
 @cache
 def rounder(way: str, level: bool, codes: bool) -> Any:
     """The loop ``round(x, out, p)`` for a ``way``: "nearest", "mode" or "random" (which takes the linear index of
@@ -122,84 +204,8 @@ def rounder(way: str, level: bool, codes: bool) -> Any:
 
     x and out are one-dimensional and contiguous and do not overlap.
     """
+    # what a loop closes over is part of its name on disk: plain values, no other loop
     nearest, random = way == "nearest", way == "random"
-
-    @part
-    def span(bits: Array, out: Array, words: Array, p: Array) -> None:
-        emin, limit, mantissa, lift, low, low_drop, flush, first = p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]
-        most, most_n, over, over_n, inf, inf_n, nan, nan_n = p[8], p[9], p[10], p[11], p[12], p[13], p[14], p[15]
-        least, sign, negate, mask, zero, offset = p[16], p[17], p[18], p[19], p[20], p[21]
-        m0, m1, m2, m3, m4, m5 = p[22], p[23], p[24], p[25], p[26], p[27]
-        drop0 = np.int32(np.int32(23) - mantissa)
-        for i in range(bits.size):
-            u = bits[i]
-            negative = u < 0
-            magnitude = np.int32(u & MAGNITUDE)
-            a = min(magnitude, limit)
-            # k: the rounded magnitude's significand and exponent, as float32 bits or as a code
-            if nearest:
-                e = np.int32(a & INFINITY)
-                below = e < emin
-                c = np.int32(low + np.int32(23 << 23)) if below else np.int32(e + lift)
-                total = real(a) + real(c)
-                if codes:
-                    k = np.int32(word(total) - c)
-                    up = right(np.int32(e - emin), drop0)
-                    k = np.int32((left(k, flush) if below else np.int32(k + up)) - first)
-                else:
-                    k = word(total - real(c))
-            elif random:
-                w = np.int32(words[i] & m0)
-                k = np.int32(np.int32(a + right(right(w, np.int32(1)), m1)) + m2)
-                k = np.int32(right(k, drop0) - m5) if codes else np.int32(k & m5)
-                if not level:
-                    # below, a fixed point of 24 bits: more bits of a number do not move its threshold
-                    below = a < emin
-                    share = real(a) * real(m3)
-                    floor = np.int32(share)
-                    rest = np.int32((share - np.float32(floor)) * np.float32(1 << 24))
-                    rest = np.int32(np.int32(rest + right(w, np.int32(8))) + m4)
-                    kept = np.int32(floor + right(rest, np.int32(24)))
-                    k_low = left(kept, flush) if codes else word(np.float32(kept) * real(low))
-                    k = k_low if below else k
-                if codes:
-                    k = np.int32(k - first)
-            else:
-                e = max(np.int32(a & INFINITY), HIDDEN)
-                if level:
-                    below, drop, significand = False, drop0, a
-                else:
-                    below = a < emin
-                    drop = np.int32(right(np.int32(emin - e), np.int32(23)) + low_drop) if below else drop0
-                    drop = min(drop, np.int32(25))
-                    significand = np.int32(np.int32(a - e) + HIDDEN)
-                last = np.int32(left(np.int32(1), drop) - np.int32(1))
-                odd = np.int32(right(significand, drop) & np.int32(1))
-                more = right(np.int32(np.int32(last + np.int32(odd & m0)) + m1), m2)
-                more = np.int32(more & (m4 if negative else m3))
-                more = np.int32(more & np.int32(np.int32(odd - np.int32(1)) | m5))
-                kept = right(np.int32(significand + more), drop)
-                if codes:
-                    up = np.int32(0) if level else right(np.int32(e - emin), drop0)
-                    k = np.int32((left(kept, flush) if below else np.int32(kept + up)) - first)
-                elif level:
-                    k = left(kept, drop)
-                else:
-                    q = low if below else np.int32(np.int32(e + lift) - np.int32(23 << 23))
-                    k = word(np.float32(kept) * real(q))
-            k = max(k, least)
-            if codes:
-                s = np.int32(-1) if negative else np.int32(0)
-                r = np.int32(np.int32(np.int32(k ^ np.int32(s & negate)) - np.int32(s & negate)) ^ np.int32(s & sign))
-                r = np.int32(np.int32(r + offset) & mask)
-            else:
-                r = np.int32(k | np.int32(u & sign))
-            r = r if k != 0 else np.int32(r & zero)
-            o = over_n if negative else over
-            o = (inf_n if negative else inf) if magnitude == INFINITY else o
-            r = o if k > (most_n if negative else most) else r
-            r = (nan_n if negative else nan) if magnitude > INFINITY else r
-            out[i] = r
 
     if random:
 
@@ -212,7 +218,16 @@ def rounder(way: str, level: bool, codes: bool) -> Any:
                 n = min(TILE, x.size - i)
                 group, skip = divmod(start + i, GROUP)
                 draw_words(words, group, (skip + n + GROUP - 1) // GROUP, k0, k1)
-                span(bits[i : i + n], target[i : i + n], words[skip : skip + n].view(np.int32), p)
+                _span(
+                    bits[i : i + n],
+                    target[i : i + n],
+                    words[skip : skip + n].view(np.int32),
+                    p,
+                    nearest,
+                    random,
+                    level,
+                    codes,
+                )
 
         return draw
 
@@ -220,6 +235,6 @@ def rounder(way: str, level: bool, codes: bool) -> Any:
     def plain(x: Array, out: Array, p: Array) -> None:
         target = out if codes else out.view(np.int32)
         bits = x.view(np.int32)
-        span(bits, target, bits, p)
+        _span(bits, target, bits, p, nearest, random, level, codes)
 
     return plain

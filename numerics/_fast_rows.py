@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from ._backend import Array, Numpy
 from ._block import targets, tensor_scale
+from ._codec import code_bits
 from ._fast_block import ScaleSteps, ScaleValues
 from ._fast_element import Lattice, Range
 from ._fast_plan import known, plan, power
-from ._fast_scalar import ByArithmetic, Encode, Rounder, find_rounder, saturating
+from ._fast_power import places
+from ._fast_scalar import TYPES, ByArithmetic, Encode, Rounder, find_rounder, saturating
 from ._format import Block, Fixed, Float, Table, min_positive_code
 from ._policy import Policy
 from ._random import Stochastic
@@ -29,7 +32,7 @@ class BlockPlan:
 
     ``steps``, ``values``: of the scale (`ScaleSteps`, `ScaleValues` but for the tensor scale). ``fused``: whether
     `_fast_element.nearest` does the elements, with ``lattice`` and ``bounds``; else ``rounder`` does, after
-    division, ``rounded`` to nearest or to odd.
+    division, ``rounded`` to nearest or to odd. ``places``: of scales that `_fast_power` finds.
     """
 
     fmt: Block
@@ -43,13 +46,14 @@ class BlockPlan:
     bounds: Array
     rounder: Rounder
     rounded: bool
+    places: Array | None
 
 
 def block_plan(fmt: Any, policy: Policy, encode: Encode | None) -> BlockPlan | None:
     """How the loops serve a block format, or None where they do not."""
     if type(fmt) is not Block or not {f.name for f in fields(fmt)} <= _KNOWN:
         return None
-    if not (isinstance(fmt.size, int) or fmt.size in ("channel", "tensor")) or isinstance(fmt.size, bool):
+    if isinstance(fmt.size, tuple) and fmt.axis != (-2, -1):
         return None
     rule = scale_rule(fmt.rule)
     if not {f.name for f in fields(rule)} <= _RULE or rule.search:
@@ -83,9 +87,11 @@ def block_plan(fmt: Any, policy: Policy, encode: Encode | None) -> BlockPlan | N
     plain = fused and low == -high and math.copysign(1.0, zero) < 0 and not fmt.zero_point
     if plain:
         bounds[2] = high
+    steps = _scale_steps(fmt, rule)
+    by_octaves = fused and power_of_two and not fmt.zero_point
     return BlockPlan(
         fmt,
-        _scale_steps(fmt, rule),
+        steps,
         values,
         fused,
         power_of_two,
@@ -95,7 +101,17 @@ def block_plan(fmt: Any, policy: Policy, encode: Encode | None) -> BlockPlan | N
         bounds,
         rounder,
         rounded,
+        _places(fmt, steps, values) if by_octaves else None,
     )
+
+
+@lru_cache(maxsize=64)
+def _known_places(steps: bytes, values: ScaleValues, bits: int) -> Any:
+    return places(np.frombuffer(steps, np.int64), np.array(values), TYPES[bits])
+
+
+def _places(fmt: Block, steps: Array, values: ScaleValues) -> Any:
+    return _known_places(steps.tobytes(), values, code_bits(fmt.scale))
 
 
 def _decided_at_once(fmt: Block, rule: ScaleRule, values: ScaleValues) -> bool:

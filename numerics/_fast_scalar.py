@@ -14,6 +14,7 @@ from ._codec import code_bits
 from ._codec import decode_scalar as decode_text
 from ._fast_arrays import EXACT, ODD, Memory, new
 from ._fast_plan import Plan, plan
+from ._fast_posit import posits, steps
 from ._fast_round import rounder
 from ._fast_table import Table, compare, look_up, pick, search, table
 from ._fast_threads import share
@@ -64,6 +65,21 @@ class ByArithmetic:
         rounder(self.plan.way, self.plan.level, codes)(x, out, parameters, *more)
 
 
+class ByPosit:
+    """`Rounder` by `_fast_posit`."""
+
+    mantissa = 24
+
+    def __init__(self, parameters: Array, bits: int) -> None:
+        self.parameters, self.bits = parameters, bits
+
+    def values(self, x: Array, out: Array, at: int) -> None:
+        posits(False)(x, out, self.parameters)
+
+    def codes(self, x: Array, out: Array, at: int) -> None:
+        posits(True)(x, out, self.parameters)
+
+
 class ByTable:
     """`Rounder` by `_fast_table`."""
 
@@ -87,7 +103,7 @@ class ByTable:
         if len(t.keys):
             compare(x, out, t.keys, results[t.order])
             done = x.size // 64 * 64
-        look_up(x[done:], out[done:], t.cells, results)
+        look_up(x[done:], out[done:], t.cells, t.shift, results)
 
 
 def find_rounder(fmt: Any, policy: Policy, encode: Encode | None) -> Rounder | None:
@@ -98,6 +114,8 @@ def find_rounder(fmt: Any, policy: Policy, encode: Encode | None) -> Rounder | N
     found = plan(fmt, policy)
     if found is not None:
         return ByArithmetic(found, rule)
+    if (parameters := steps(fmt, policy)) is not None:
+        return ByPosit(parameters, code_bits(fmt))
     if encode is None or isinstance(rule, Stochastic) or fmt.bits > 16 or policy.overflow == "wrap":
         return None
     return ByTable(_table(fmt, policy, encode))

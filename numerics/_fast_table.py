@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -23,15 +24,17 @@ _FEW = 20  # stretches that are compared with one by one
 @dataclass(frozen=True, eq=False)
 class Table:
     """``codes`` and ``values`` (float32 bits) of the stretches of numbers between thresholds, in the order of their
-    bits; ``cuts``: the last number of each stretch. ``cells``, by a number's high bits: the first stretch in it,
-    and below that 32 bits, the last number of that stretch. ``depth``: halvings that find the stretch in a cell
-    where there are more than two. ``order``: the stretches in the order of the numbers, where there are so few of
-    them that comparing with each is quickest; ``keys``: the `ordered` bits at which one ends."""
+    bits; ``cuts``: the last number of each stretch. ``cells``, by a number's bits but the last ``shift``: the first
+    stretch in it, and below that 32 bits, how far the last number of that stretch is from the largest. ``depth``:
+    halvings that find the stretch in a cell where there are more than two. ``order``: the stretches in the order of
+    the numbers, where there are so few of them that comparing with each is quickest; ``keys``: the `ordered` bits
+    at which one ends."""
 
     codes: Array
     values: Array
     cuts: Array
     cells: Array
+    shift: int
     depth: int
     bits: int
     keys: Array
@@ -72,19 +75,26 @@ def thresholds(encode: Callable[[Array], Array]) -> tuple[Array, Array]:
 def table(encode: Callable[[Array], Array], decode: Callable[[Array], Array], bits: int) -> Table:
     """The table of a rounding: ``encode`` of float32 numbers to codes, ``decode`` of codes to float32."""
     cuts, codes = thresholds(encode)
-    first = np.arange(1 << (32 - _SHIFT), dtype=np.uint64) << np.uint64(_SHIFT)
-    last = first + np.uint64((1 << _SHIFT) - 1)
-    start = np.searchsorted(cuts, first.astype(np.uint32), side="left").astype(np.uint64)
-    stop = np.searchsorted(cuts, last.astype(np.uint32), side="left").astype(np.uint64)
-    cut = cuts[start.astype(np.int64)].astype(np.uint64)
-    cells = (start << np.uint64(32)) | cut
-    most = int((stop - start).max())
+    # as few cells as there may be, since they share the cache with the numbers
+    shift, start, most = next(
+        found for found in map(partial(_cells, cuts), range(23, 15, -1)) if found[2] <= 1 or found[0] == 16
+    )
+    cells = (start << np.uint64(32)) | (np.uint64(0xFFFFFFFF) - cuts[start.astype(np.int64)].astype(np.uint64))
     depth = 0 if most <= 1 else most.bit_length()
     narrow = codes.astype({8: np.uint8, 16: np.uint16, 32: np.uint32}[bits])
     values = np.asarray(decode(narrow)).view(np.int32)
     padded = np.append(cuts, np.full(1 << depth, 0xFFFFFFFF, np.uint32)) if depth else cuts
     keys, order = _in_order(cuts)
-    return Table(codes.astype(np.int32), values.copy(), padded, cells, depth, bits, keys, order)
+    return Table(codes.astype(np.int32), values.copy(), padded, cells, shift, depth, bits, keys, order)
+
+
+def _cells(cuts: Array, shift: int) -> tuple[int, Array, int]:
+    """``shift``, the first stretch of each cell of numbers that differ in their last ``shift`` bits alone, and the most
+    ends of stretches in a cell."""
+    first = np.arange(1 << (32 - shift), dtype=np.uint64) << np.uint64(shift)
+    last = first + np.uint64((1 << shift) - 1)
+    start, stop = (np.searchsorted(cuts, bits.astype(np.uint32), side="left") for bits in (first, last))
+    return shift, start.astype(np.uint64), int((stop - start).max())
 
 
 def _in_order(cuts: Array) -> tuple[Array, Array]:
@@ -101,13 +111,13 @@ def _in_order(cuts: Array) -> tuple[Array, Array]:
 
 
 @compiled
-def look_up(x: Array, out: Array, cells: Array, results: Array) -> None:
+def look_up(x: Array, out: Array, cells: Array, shift: int, results: Array) -> None:
     """``out`` = the result of each number, where a cell has two stretches at most."""
-    bits = x.view(np.uint32)
+    bits, cut = x.view(np.uint32), np.uint64(shift)
     for i in range(x.size):
-        u = bits[i]
-        cell = cells[np.uint64(u >> np.uint32(16))]
-        out[i] = results[np.uint64(np.uint64(cell >> np.uint64(32)) + np.uint64(u > np.uint32(cell)))]
+        u = np.uint64(bits[i])
+        # what is beyond the first stretch carries into the number of the next
+        out[i] = results[np.uint64(np.uint64(cells[np.uint64(u >> cut)] + u) >> np.uint64(32))]
 
 
 @compiled

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halfulp import numerics as hn
-from halfulp.numerics import _fast, _fast_round, _fast_scalar, _fast_threads
+from halfulp.numerics import _fast, _fast_round, _fast_scalar, _fast_threads, _oracle
 from halfulp.numerics._policy import overflow_choices
 
 from .common import (
@@ -24,6 +25,7 @@ from .common import (
     SMALL_FORMATS,
     WIDE_FORMATS,
     critical,
+    exact,
 )
 from .test_block import ELEMENTS, SCALES, assert_like_oracle, block, critical_blocks, formats
 
@@ -62,12 +64,14 @@ class Both:
         return counted
 
     def __call__(self, work):
+        return work(), self.text(work)
+
+    def text(self, work):
         _fast._state["enabled"] = False
         try:
-            text = work()
+            return work()
         finally:
             _fast._state["enabled"] = True
-        return work(), text
 
 
 @pytest.fixture
@@ -88,6 +92,14 @@ def identical(a, b):
         a, b = (v.masked_fill(v != v, 0.5) for v in (a, b))
     a, b = (np.asarray(v.view(_integer(v)) if "torch" in type(v).__module__ else v) for v in (a, b))
     return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def in_numpy(v):
+    """The same in numpy's arrays."""
+    if isinstance(v, hn.Quantized):
+        parts = (v.codes, v.scale, v.zero_point, v.tensor_scale)
+        return hn.Quantized(*(None if p is None else np.asarray(p)[()] for p in parts), v.format)
+    return np.asarray(v)
 
 
 def _integer(tensor):
@@ -207,37 +219,31 @@ def test_sources(kind, backend, both):
         x = np.concatenate([rng.integers(-130, 300, 1500), rng.integers(-(2**31), 2**31, 1500)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        x = as_kind(x, kind, backend)
-    seldom = hn.Stochastic(3)
-    for name in (
-        "e4m3fn",
-        "e5m2",
-        "bf16",
-        "fp16",
-        "int8",
-        "e2m1",
-        "nf4",
-        "tf32",
-        "mxfp4:g32",
-        "int4:g16:asym",
-        "nvfp4",
-    ):
-        for rounding in ("nearest_even", "toward_zero", seldom) if name in ("e4m3fn", "bf16") else ("nearest_even",):
-            got, text = both(lambda n=name, r=rounding: (hn.encode(x, n, rounding=r), hn.cast(x, n, rounding=r)))
+        x, plain = as_kind(x, kind, backend), as_kind(x, kind, "numpy" if backend == "jax" else backend)
+    every = ("nearest_even", "toward_zero", hn.Stochastic(3))
+    for name in ["e4m3fn", "bf16", "nf4", "mxfp4", "fp16", "e5m2", "int8", "e2m1", "tf32", "int4:g16:asym", "nvfp4"]:
+        for rounding in every if name in ("e4m3fn", "bf16") else every[:1]:
+            if backend == "jax" and (kind == "int32" or name == "tf32"):
+                continue  # of which jax's text has its own, slow to compile
+            got = hn.encode(x, name, rounding=rounding), hn.cast(x, name, rounding=rounding)
+            text = both.text(
+                lambda n=name, r=rounding: (hn.encode(plain, n, rounding=r), hn.cast(plain, n, rounding=r))
+            )
+            got = [in_numpy(v) for v in got] if backend == "jax" else got
             assert all(map(identical, got, text)), (name, rounding)
-    assert both.taken >= (0 if kind in ("int64",) else 6)
+    assert both.taken >= (0 if kind in ("int64", "int32") else 10)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3, 1, 5), (0,), (4, 0), (7, 333), (2, 3, 5, 41)])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shapes(shape, backend, both):
-    x = BACKENDS[backend](np.random.default_rng(0).standard_normal(shape).astype(np.float32))
+    plain = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    x = BACKENDS[backend](plain)
     for name in ("e4m3fn", "nf4", "fp16"):
-        got, text = both(lambda n=name: (hn.encode(x, n), hn.cast(x, n)))
-        assert all(map(identical, got, text))
-        codes = got[0]
-        again, text = both(lambda n=name, c=codes: hn.decode(c, n))
-        assert identical(again, text)
+        codes, rounded = both.text(lambda n=name: (hn.encode(plain, n), hn.cast(plain, n)))
+        got = hn.encode(x, name), hn.cast(x, name), hn.decode(BACKENDS[backend](codes), name)
+        assert all(isinstance(v, type(x)) for v in got)
+        assert all(map(identical, map(np.asarray, got), (codes, rounded, rounded)))
 
 
 def test_memory_of_any_layout(both):
@@ -339,6 +345,9 @@ def test_blocks(element, scale, both):
                 check_block(fmt, x, both, rounding="to_odd", zero="positive")
                 if isinstance(fmt.element, (hn.Float, hn.Fixed)):
                     check_block(fmt, x, both, rounding=hn.Stochastic(3, bits=9))
+            # vectors of 16 at a time
+            check_block(replace(fmt, size=16), np.tile(x, (1, 2)), both)
+            check_block(replace(fmt, size=32), np.concatenate([x, x / 2, -x, x * np.float32(2.0**-126)], 1), both)
     assert both.taken
 
 
@@ -359,7 +368,16 @@ NAMES = [
     "nvfp4:tensor",
     "int4:tensor:asym",
 ]
-NAMES += ["mxint8", "int4:g100:asym", "e4m3fn:g48", "msfp12", "nvfp4:rule=nv", "mxfp8:rule=midmax", "e4m3fn:8x8"]
+NAMES += [
+    "mxint8",
+    "int4:g100:asym",
+    "e4m3fn:g48",
+    "msfp12",
+    "nvfp4:rule=nv",
+    "mxfp8:rule=midmax",
+    "e4m3fn:8x8",
+    "int4:16x8:asym",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -393,7 +411,7 @@ def test_named_formats_are_fast(name, both):
     got, text = both(lambda: hn.cast(x, name))
     assert identical(got, text)
     fmt = hn.format(name)
-    slow = isinstance(fmt, hn.Block) and (isinstance(fmt.size, tuple) or fmt.division == "reciprocal")
+    slow = isinstance(fmt, hn.Block) and fmt.division == "reciprocal"
     assert both.taken == (not slow)
 
 
@@ -660,9 +678,6 @@ EXHAUSTIVE = [(name, mode) for name in OCP for mode in hn.ROUNDINGS] + [("e4m3fn
 def stretches(fmt, policy):
     """(last bits, code) of each run of float32 numbers, in the order of their bits, with one code: by the oracle,
     whose rounding never goes back while a magnitude grows, in rational arithmetic."""
-    from halfulp.numerics import _oracle
-
-    from .common import exact
 
     def code(bits):
         return _oracle.encode(fmt, exact(np.uint32(bits).view(np.float32)), **policy)
@@ -689,27 +704,25 @@ def stretches(fmt, policy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), EXHAUSTIVE)
-def test_every_float32(name, mode):
+def test_every_float32(name, mode, monkeypatch):
     """All 2**32 inputs: the codes are those of the oracle's intervals, the numbers those of the codes."""
+    monkeypatch.undo()  # pieces of the usual size
     fmt = hn.format(name)
     policy = {"overflow": "nan"} if mode == "nan" else {"rounding": mode}
-    values = hn.decode(np.arange(2**fmt.bits).astype(np.uint8 if fmt.bits <= 8 else np.uint16), fmt).view(np.uint32)
-    _fast._state["enabled"] = False
-    assert (
-        identical(hn.decode(np.arange(2**8, dtype=np.uint8) % 2**fmt.bits, fmt), values[: 2**8].view(np.float32))
-        or fmt.bits < 8
-    )
-    _fast._state["enabled"] = True
+    values = np.float32([float(_oracle.decode(fmt, code)) for code in range(2**fmt.bits)]).view(np.uint32)
     ends = stretches(fmt, policy)
     last = np.array([end for end, _ in ends], np.int64)
-    codes = np.array([code for _, code in ends], values.dtype)
-    chunk = 1 << 24
+    codes = np.array([code for _, code in ends], np.uint8 if fmt.bits <= 8 else np.uint16)
+    chunk = 1 << 22
+    steps, numbers = np.arange(chunk, dtype=np.uint32), np.empty(chunk, np.float32)
     for start in range(0, 1 << 32, chunk):
-        x = np.arange(start, start + chunk, dtype=np.uint32).view(np.float32)
+        x = (steps + np.uint32(start)).view(np.float32)
         first, final = np.searchsorted(last, [start, start + chunk - 1])
         runs = np.diff(np.minimum(last[first : final + 1], start + chunk - 1), prepend=start - 1)
         expected = np.repeat(codes[first : final + 1], runs)
         got = hn.encode(x, fmt, **policy)
-        assert (got == expected).all(), hex(start + int((got != expected).argmax()))
-        numbers = hn.cast(x, fmt, **policy).view(np.uint32)
-        assert (numbers == values[expected]).all(), hex(start + int((numbers != values[expected]).argmax()))
+        assert np.array_equal(got, expected), hex(start + int((got != expected).argmax()))
+        if mode in ("nearest_even", "nan"):
+            bits = hn.cast(x, fmt, out=numbers, **policy).view(np.uint32)
+            expected = np.repeat(values[codes[first : final + 1]], runs)
+            assert np.array_equal(bits, expected), hex(start + int((bits != expected).argmax()))
