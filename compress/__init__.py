@@ -9,28 +9,44 @@ from ._compress import Progress, compress, plan_of
 from ._load import load
 from ._manifest import MANIFEST, manifest_of
 from ._plan import Plan, Row
-from ._transforms import Chain, Prune, Quantize, Transform, Weight, chain, prune, quantize
+from ._rewrites import Awq, Measured, Rewrite, SmoothQuant, awq, smooth
+from ._text import Text, text
+from ._transforms import Chain, Prune, Quantize, Transform, Weight, chain, gptq, prune, quantize
+from .calibrate import Calibration, calibration
+from .rotate import rotate
 
 __all__ = [
     "MANIFEST",
+    "Awq",
+    "Calibration",
     "Chain",
     "Checkpoint",
+    "Measured",
     "Plan",
     "Progress",
     "Prune",
     "Quantize",
+    "Rewrite",
     "Row",
+    "SmoothQuant",
+    "Text",
     "Transform",
     "Weight",
+    "awq",
+    "calibration",
     "chain",
     "compress",
+    "gptq",
     "load",
     "manifest_of",
     "open_checkpoint",
     "plan_of",
     "prune",
     "quantize",
+    "rotate",
     "short_name",
+    "smooth",
+    "text",
 ]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from ._checkpoint import Checkpoint, short_name
 from ._layouts import described, stored, stored_bits
 from ._plan import Plan
+from ._safetensors import some_names
 
 MANIFEST = "halfulp.json"
 RUINED = 0.5  # a relative error above this is remarked on
@@ -51,6 +52,12 @@ def manifest_for(
             f"{len(ruined)} tensors lost more than half of their norm (worst {worst.name}, relative error "
             f"{notes[worst.name]['relative_error']:.2f}): a format without a scale, such as int4 for int4:channel?"
         )
+    fallbacks: dict[str, list[str]] = {}
+    for row in plan.rows:
+        if why := notes[row.name].get("facts", {}).get("fallback"):
+            fallbacks.setdefault(why, []).append(row.name)
+    for why, names in fallbacks.items():
+        remarks.append(f"{len(names)} tensor{'s' * (len(names) > 1)} {why} ({some_names(names)})")
     tensors = {}
     for row in plan.rows:
         entry: dict[str, Any] = {"shape": list(row.spec.shape), "dtype": row.spec.dtype, "kind": row.kind}
@@ -64,6 +71,8 @@ def manifest_for(
             entry["relative_error"] = notes[row.name]["relative_error"]
             entry["zeros"] = notes[row.name]["zeros"]
         entry["bits_per_weight"] = stored_bits(row, layout)
+        if facts := notes[row.name].get("facts"):
+            entry["facts"] = facts
         if text := row.note or row.reason:
             entry["why"] = text
         tensors[row.name] = entry

@@ -32,8 +32,9 @@ class Row:
     """One tensor of the source and what becomes of it.
 
     ``kind``: linear, experts, embedding, head, router or other. ``axis``: the axis that a matmul sums over.
-    ``weights`` None means that the numbers stay in their own type. ``reason`` says why a tensor is kept,
-    ``note`` what was done otherwise than asked.
+    ``weights`` None means that the numbers stay in their own type. ``rounding`` is how their codes are found and
+    ``score`` what decides which weights go, None for nearest and for magnitude. ``reason`` says why a tensor is
+    kept, ``note`` what was done otherwise than asked.
     """
 
     spec: TensorSpec
@@ -42,8 +43,16 @@ class Row:
     prune: Any = None
     weights: Format | None = None
     activations: Format | None = None
+    rounding: Any = None
+    score: Any = None
     reason: str = ""
     note: str = ""
+
+    @property
+    def needs(self) -> frozenset[Any]:
+        """The statistics of its inputs (see `Seen`) that the row's methods ask for."""
+        methods = (self.rounding, self.score)
+        return frozenset().union(*(method.needs for method in methods if method is not None))
 
     @property
     def name(self) -> str:
@@ -61,7 +70,10 @@ class Row:
     @property
     def action(self) -> str:
         """A word for tables: "2:4 + int4:g128" or "keep"."""
-        steps = [str(step) for step in (self.prune, self.weights) if step is not None]
+        steps = []
+        for what, how in ((self.prune, self.score), (self.weights, self.rounding)):
+            if what is not None:
+                steps.append(f"{what} by {how}" if how is not None else str(what))
         return " + ".join(steps) or "keep"
 
 

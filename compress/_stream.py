@@ -26,6 +26,7 @@ from ._safetensors import (
     Entry,
     TensorSpec,
     read_into,
+    read_tensor,
     require_little_endian,
     some_names,
 )
@@ -176,6 +177,12 @@ class StreamWriter:
         self._end += len(line)
         self._written.update(tensors)
         self.done[key] = note
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor that is written already."""
+        if name not in self._written:
+            raise ValueError(f"tensor {name!r} is not written yet")
+        return read_tensor(*self._places[name])
 
     def finish(self) -> None:
         """Check that every tensor was written, write the index, sync to disk, and remove the journal."""

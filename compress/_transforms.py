@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 import torch
 
 from ..numerics import Block, Codebook, Format, Quantized, encode
 from ..numerics import format as read_format
+from ._gptq import Gptq
 from ._plan import LINEAR, Plan, Row, divides, select
-from ._prune import Sparsity, mask, sparsity
+from ._prune import Magnitude, Score, Sparsity, score, sparsity
+from ._rewrites import Measured, Rewrite
+from .calibrate._seen import Seen
+from .methods._gptq import Order
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor on its way through a chain: its numbers, and its codes once it has them."""
+    """A tensor on its way through a chain: its numbers, its codes once it has them, what it was before it was
+    pruned, and what is to be told of it."""
 
     value: torch.Tensor
     codes: Quantized | torch.Tensor | None = None
+    dense: torch.Tensor | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Transform(Protocol):
@@ -29,8 +36,11 @@ class Transform(Protocol):
         """Mark the rows that the transform touches; raise ValueError where it cannot."""
         ...
 
-    def apply(self, weight: Weight, row: Row) -> Weight:
-        """Transform one tensor as its row says. A row without a mark of this transform passes unchanged."""
+    def apply(self, weight: Weight, row: Row, seen: Seen | None = None) -> Weight:
+        """Transform one tensor as its row says. A row without a mark of this transform passes unchanged.
+
+        ``seen`` is what its layer saw in the calibration, where the row needs that; None where nothing did.
+        """
         ...
 
 
@@ -38,26 +48,39 @@ class Transform(Protocol):
 class Chain:
     """Transforms one after the other; see `chain`."""
 
-    transforms: tuple[Transform, ...]
+    transforms: tuple[Transform | Rewrite | Measured, ...]
+
+    @property
+    def rewrites(self) -> tuple[Rewrite | Measured, ...]:
+        """The steps that make another checkpoint, which come first."""
+        return tuple(step for step in self.transforms if isinstance(step, (Rewrite, Measured)))
 
     def plan(self, plan: Plan) -> Plan:
-        for transform in self.transforms:
-            plan = transform.plan(plan)
+        for step in self._tensorwise:
+            plan = step.plan(plan)
         return plan
 
-    def apply(self, weight: Weight, row: Row) -> Weight:
-        for transform in self.transforms:
-            weight = transform.apply(weight, row)
+    @property
+    def _tensorwise(self) -> tuple[Transform, ...]:
+        return tuple(step for step in self.transforms if not isinstance(step, (Rewrite, Measured)))
+
+    def apply(self, weight: Weight, row: Row, seen: Seen | None = None) -> Weight:
+        for step in self._tensorwise:
+            weight = step.apply(weight, row, seen)
         return weight
 
 
-def chain(*transforms: Transform) -> Chain:
-    """Transforms in order.
+def chain(*transforms: Transform | Rewrite | Measured) -> Chain:
+    """Transforms in order; rewrites, such as `rotate` and `smooth`, before those that work tensor by tensor.
 
     >>> chain(prune("2:4"), quantize("int4:g128")).plan  # doctest: +ELLIPSIS
     <bound method Chain.plan of Chain(...)>
     """
-    return Chain(tuple(transforms))
+    made = Chain(tuple(transforms))
+    if made.rewrites != made.transforms[: len(made.rewrites)]:
+        late = next(step for i, step in enumerate(made.transforms[1:]) if step in made.rewrites[i:])
+        raise ValueError(f"{late} makes another model of the same function: put it before the steps that change it")
+    return made
 
 
 Ragged = Literal["error", "refit", "ragged"]
@@ -65,7 +88,7 @@ Ragged = Literal["error", "refit", "ragged"]
 
 @dataclass(frozen=True)
 class Quantize:
-    """Round to nearest; see `quantize`."""
+    """Numbers in a format; see `quantize` and `gptq`."""
 
     weights: Format
     activations: Format | None
@@ -73,6 +96,7 @@ class Quantize:
     targets: tuple[str, ...]
     ignore: tuple[str, ...]
     ragged: Ragged
+    rounding: Gptq | None = None
 
     def plan(self, plan: Plan) -> Plan:
         rows = {row.name: row for row in select(plan, self.targets, self.ignore)}
@@ -111,12 +135,22 @@ class Quantize:
             else:
                 fmt = replace(fmt, axis=row.axis)
         activations = self.activations if row.kind != "experts" else None
-        return replace(row, weights=fmt, activations=activations, reason="", note=note)
+        rounding = self.rounding
+        if rounding is not None and (row.kind != LINEAR or not isinstance(fmt, Block)):
+            what = f"{row.kind} tensors" if row.kind != LINEAR else f"{fmt}, which has no scale,"
+            rounding, note = None, f"{what} rounded to nearest, not by {self.rounding}"
+        if rounding is not None:
+            rounding.check(fmt)
+        return replace(row, weights=fmt, activations=activations, rounding=rounding, reason="", note=note)
 
-    def apply(self, weight: Weight, row: Row) -> Weight:
+    def apply(self, weight: Weight, row: Row, seen: Seen | None = None) -> Weight:
         if row.weights is None or weight.codes is not None:
             return weight
-        return replace(weight, codes=encode(weight.value, row.weights))
+        if row.rounding is None:
+            return replace(weight, codes=encode(weight.value, row.weights))
+        pruned = None if weight.dense is None else weight.value
+        codes, facts = row.rounding.codes(weight.value if weight.dense is None else weight.dense, row, seen, pruned)
+        return replace(weight, codes=codes, facts={**weight.facts, **facts})
 
 
 def _tiled(fmt: Block, row: Row) -> Block:
@@ -187,13 +221,53 @@ def quantize(
     return Quantize(read[0], read[1], read[2], names[0], names[1], ragged)
 
 
+def gptq(
+    weights: Format | str,
+    activations: Format | str | None = None,
+    kv: Format | str | None = None,
+    *,
+    damp: float = 0.01,
+    order: Order = "group",
+    sweeps: int = 0,
+    propagate: float = 0.0,
+    targets: str | Iterable[str] = (LINEAR,),
+    ignore: str | Iterable[str] = (),
+    ragged: Ragged = "ragged",
+) -> Quantize:
+    """Weights in a block format by GPTQ (Frantar et al., arXiv 2210.17323): needs a calibration.
+
+    >>> gptq("int4:g64").rounding
+    Gptq(damp=0.01, order='group', sweeps=0, propagate=0.0, block=128)
+
+    Each block of the model is calibrated on what the compressed ones before it give, and so is each of its layers.
+    Scales are searched group by group, weighted by what an error costs, among the numbers of the scale's format.
+    damp: added to the Hessian's diagonal, as a share of its mean; ten times more where that leaves it singular.
+    order: which columns come first: "group" (groups by activity, and within each the most active), "static" (the most
+    active, scales fixed beforehand) or "none".
+    sweeps: of coordinate descent over numbers and scales afterwards, each of which lowers the layer's loss.
+    propagate: from 0 to 1, how far a layer makes good what the compression before it did to its inputs; it takes a
+    second, uncompressed pass.
+    Everything else as in `quantize`. Tensors outside of decoder blocks, and embeddings, are rounded to nearest.
+
+    Raises ValueError for options out of range, and formats that are no blocks along the inputs or have elements of
+    more than 8 bits.
+    """
+    step = quantize(weights, activations, kv, targets=targets, ignore=ignore, ragged=ragged)
+    if not isinstance(step.weights, Block):
+        raise ValueError(f"gptq needs a format with scales, such as int4:g64 or {step.weights}:channel")
+    rounding = Gptq(damp, order, sweeps, propagate)
+    rounding.check(step.weights)
+    return replace(step, rounding=rounding)
+
+
 @dataclass(frozen=True)
 class Prune:
-    """Set the smallest magnitudes to zero; see `prune`."""
+    """Set the weights that matter least to zero; see `prune`."""
 
     pattern: Sparsity
     targets: tuple[str, ...]
     ignore: tuple[str, ...]
+    score: Score | None = None
 
     def plan(self, plan: Plan) -> Plan:
         rows = select(plan, self.targets, self.ignore)
@@ -207,30 +281,37 @@ class Prune:
             if not _is_float(row):
                 raise ValueError(f"{row.name} holds {row.spec.dtype}: only floating-point tensors are pruned")
             self.pattern.check(row.name, row.spec.shape[row.axis])
-        return plan.update({row.name: replace(row, prune=self.pattern, reason="") for row in rows})
+        marked = {row.name: replace(row, prune=self.pattern, score=self._score(row), reason="") for row in rows}
+        return plan.update(marked)
 
-    def apply(self, weight: Weight, row: Row) -> Weight:
+    def _score(self, row: Row) -> Score | None:
+        return self.score if row.kind == LINEAR else None
+
+    def apply(self, weight: Weight, row: Row, seen: Seen | None = None) -> Weight:
         if row.prune != self.pattern:
             return weight
-        keep = mask(weight.value, self.pattern, row.axis)
+        value, facts = (row.score or Magnitude()).prune(weight.value, self.pattern, row.axis, seen)
         # an earlier step for other tensors may have made codes already: the step after this one makes them anew
-        return replace(weight, value=torch.where(keep, weight.value, torch.zeros_like(weight.value)), codes=None)
+        return replace(weight, value=value, codes=None, dense=weight.value, facts={**weight.facts, **facts})
 
 
 def prune(
     pattern: str | float,
     *,
+    by: str = "magnitude",
     targets: str | Iterable[str] = (LINEAR,),
     ignore: str | Iterable[str] = (),
 ) -> Prune:
-    """Magnitude pruning: the smallest weights become zero and stay zero under any later step of the chain.
+    """The weights that matter least become zero and stay zero under any later step of the chain.
 
-    >>> prune("2:4").pattern, prune(0.5).pattern
-    (NM(n=2, m=4), Unstructured(fraction=0.5))
+    >>> prune("2:4").pattern, prune(0.5, by="wanda").score
+    (NM(n=2, m=4), Wanda())
 
-    pattern: "N:M" keeps the N largest of every M neighbours along the input axis; a fraction from 0 to 1 is
-    the share of each tensor that goes. Ties keep the earlier weight. targets and ignore as in `quantize`.
-    Raises ValueError for a pattern that is neither.
+    pattern: "N:M" keeps N of every M neighbours along the input axis; a fraction from 0 to 1 is the share of each
+    tensor that goes. by: "magnitude"; "wanda" (arXiv 2306.11695: magnitude times the norm of its input, compared
+    within each output) or "sparsegpt" (arXiv 2301.00774: what it costs once the others have made it good, which they
+    do), which need a calibration. Ties keep the earlier weight. targets and ignore as in `quantize`.
+    Raises ValueError for a pattern that is neither, and an unknown score.
     """
     names = [(x,) if isinstance(x, str) else tuple(x) for x in (targets, ignore)]
-    return Prune(sparsity(pattern), names[0], names[1])
+    return Prune(sparsity(pattern), names[0], names[1], score(by))

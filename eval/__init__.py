@@ -7,14 +7,13 @@ from ._latency import latency, measure
 from ._record import Record, read_records, write_record
 from ._report import report
 from ._score import Baseline, Settings, load_baseline, score
-from ._text import Text, text, windows
+from ._windows import windows
 
 __all__ = [
     "Analysis",
     "Baseline",
     "Record",
     "Settings",
-    "Text",
     "analyze",
     "compare",
     "format_picture",
@@ -25,7 +24,6 @@ __all__ = [
     "read_records",
     "report",
     "score",
-    "text",
     "windows",
     "write_picture",
     "write_record",

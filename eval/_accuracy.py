@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._text import Window
+from ._windows import Window
 
 # logits worked on at a time: a few float32 copies of a chunk, 16 MB each, are all that scoring adds
 CHUNK = 1 << 22

@@ -17,7 +17,7 @@ import torch
 
 from ._accuracy import check_model
 from ._record import environment
-from ._text import whole
+from ._windows import whole
 
 NOISE = 0.10  # interquartile range / median above it: unstable
 DRIFT = 0.10  # change of the median from the first half to the second / median above it: unstable

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -12,7 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..compress import Checkpoint, load, manifest_of, open_checkpoint, short_name
+from ..compress import Checkpoint, Text, load, manifest_of, open_checkpoint, short_name, text
+from ..compress._tokens import tokens_of
 from . import _accuracy, _latency
 from ._record import (
     Accuracy,
@@ -27,7 +27,7 @@ from ._record import (
     environment,
     peak_rss_bytes,
 )
-from ._text import Text, text, windows
+from ._windows import windows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,33 +51,6 @@ class Settings:
 
 
 Stage = Callable[[str, int, int], None]
-
-
-def tokens_of(checkpoint: Checkpoint, content: str) -> tuple[list[int], int | None]:
-    """The ids of a text by the checkpoint's own tokenizer, and the BOS id if that tokenizer adds one.
-
-    Raises ValueError where there is no tokenizer, ImportError without transformers.
-    """
-    try:
-        from transformers import AutoTokenizer
-        from transformers.utils import logging
-    except ImportError:
-        raise ImportError("scoring needs transformers: pip install 'halfulp[hf]'") from None
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint.copy_side_files(folder)
-        # the tokenizer warns of a text longer than the model's context; windows are cut from it below
-        verbosity = logging.get_verbosity()
-        logging.set_verbosity_error()
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-            ids = list(tokenizer(content)["input_ids"])
-        except (OSError, ValueError, KeyError) as error:
-            line = str(error).strip().splitlines()[0]
-            raise ValueError(f"{checkpoint.source} has no tokenizer that transformers can read: {line}") from None
-        finally:
-            logging.set_verbosity(verbosity)
-    bos = tokenizer.bos_token_id
-    return ids, bos if bos is not None and ids[:1] == [bos] else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

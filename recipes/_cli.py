@@ -67,6 +67,10 @@ def compress(
     layout: Annotated[
         str | None, typer.Option(help="compressed-tensors or halfulp (default: the first that fits).")
     ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(help='Text to calibrate on, in place of the recipe\'s: a file, "embedded", a data set.'),
+    ] = None,
     shard_gb: Annotated[float, typer.Option(help="Largest size of an output file, in GB.")] = 5.0,
     runs: _Runs = RUNS,
 ) -> None:
@@ -94,6 +98,7 @@ def compress(
                 out,
                 recipe=identity,
                 layout=layout,
+                calibration=parsed.calibrated_on(calibration),
                 shard_bytes=int(shard_gb * 10**9),
                 progress=lambda p: bar(p.done, p.total, p.name),
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,8 +11,21 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ..compress import Transform, chain, prune, quantize
-from ..compress._prune import sparsity
+from ..compress import (
+    Calibration,
+    Measured,
+    Rewrite,
+    Transform,
+    awq,
+    calibration,
+    chain,
+    gptq,
+    prune,
+    quantize,
+    rotate,
+    smooth,
+)
+from ..compress._prune import score, sparsity
 from ..numerics import format
 
 
@@ -30,6 +44,11 @@ FormatName = Annotated[
 ]
 
 
+def _score(name: str) -> str:
+    score(name)
+    return name
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -39,25 +58,77 @@ class _Touching(_Strict):
     ignore: list[str] = Field([], description="Patterns for modules to leave alone")
 
 
-class QuantizeStep(_Touching):
-    """Round to nearest in a number format."""
-
+class _Formats(_Touching):
     weights: FormatName
     activations: FormatName | None = None
     kv: FormatName | None = None
     ragged: Literal["ragged", "refit", "error"] = Field("ragged", description="Where a block does not divide")
 
 
+class QuantizeStep(_Formats):
+    """Round to nearest in a number format."""
+
+
+class GptqStep(_Formats):
+    """Round by GPTQ, on a calibration."""
+
+    damp: float = Field(0.01, ge=0, le=1, description="Added to the Hessian, as a share of its mean diagonal")
+    order: Literal["group", "static", "none"] = Field("group", description="Which columns are rounded first")
+    sweeps: int = Field(0, ge=0, description="Sweeps of coordinate descent afterwards")
+    propagate: float = Field(0, ge=0, le=1, description="How far to make good the errors of earlier layers")
+
+
 class PruneStep(_Touching):
-    """Magnitude pruning."""
+    """Set the weights that matter least to zero."""
 
     pattern: Annotated[str, AfterValidator(_sparsity)] = Field(description='"2:4", or a fraction such as 0.5')
+    by: Annotated[str, AfterValidator(_score)] = Field("magnitude", description="magnitude, wanda or sparsegpt")
+
+
+Pairs = list[Literal["norm", "heads", "channels"]]
+
+
+class RotateStep(_Strict):
+    """Rotate the residual stream and the heads, exactly."""
+
+    residual: str | None = Field("hadamard", description='"hadamard", "random", "block:N", or null for heads alone')
+    heads: bool = Field(True, description="Rotate values and outputs of attention, head by head")
+    seed: int = 0
+    head: Literal["untie", "keep"] = Field("untie", description="What becomes of an output head tied to the embedding")
+
+
+class SmoothStep(_Strict):
+    """Move outliers of activations into weights (SmoothQuant), on a calibration."""
+
+    alpha: float = Field(0.5, ge=0, le=1)
+    pairs: Pairs = ["norm"]
+
+
+class AwqStep(_Strict):
+    """Scale channels so that the active ones lose least in a format (AWQ), on a calibration."""
+
+    weights: FormatName
+    pairs: Pairs = ["norm", "heads", "channels"]
+    grid: int = Field(20, ge=1, description="How many alphas to try")
+
+
+class CalibrationText(_Strict):
+    """What the model reads before it is compressed."""
+
+    text: str = Field("embedded", description='"embedded", a file, or the id of a data set')
+    split: str = "train"
+    sequences: int = Field(64, ge=1)
+    length: int = Field(512, ge=2, description="Tokens in each sequence")
 
 
 class Step(_Strict):
     """One step: exactly one of the transforms."""
 
+    rotate: RotateStep | None = None
+    smooth: SmoothStep | None = None
+    awq: AwqStep | None = None
     quantize: QuantizeStep | None = None
+    gptq: GptqStep | None = None
     prune: PruneStep | None = None
 
     @model_validator(mode="after")
@@ -69,6 +140,16 @@ class Step(_Strict):
         return self
 
 
+_MAKE: dict[str, Callable[..., Transform | Rewrite | Measured]] = {
+    "rotate": rotate,
+    "smooth": smooth,
+    "awq": awq,
+    "quantize": quantize,
+    "gptq": gptq,
+    "prune": prune,
+}
+
+
 class Recipe(_Strict):
     """A named list of steps, applied in order.
 
@@ -78,17 +159,29 @@ class Recipe(_Strict):
 
     name: str = Field(min_length=1)
     description: str = ""
+    calibration: CalibrationText | None = None
     steps: list[Step] = Field(min_length=1)
 
     def transform(self) -> Transform:
         """The transform that the recipe means."""
-        made: list[Transform] = []
+        made: list[Transform | Rewrite | Measured] = []
         for step in self.steps:
-            if step.quantize is not None:
-                made.append(quantize(**step.quantize.model_dump()))
-            if step.prune is not None:
-                made.append(prune(**step.prune.model_dump()))
+            for name, make in _MAKE.items():
+                if (given := getattr(step, name)) is not None:
+                    made.append(make(**given.model_dump()))
         return chain(*made)
+
+    def calibrated_on(self, text: str | None = None) -> Calibration | None:
+        """What the recipe calibrates on, or another text instead of its own; None where no step asks for any."""
+        measured = any(step.gptq or step.smooth or step.awq for step in self.steps)
+        needed = measured or any(step.prune is not None and score(step.prune.by) for step in self.steps)
+        if not needed:
+            if text is not None:
+                raise ValueError(f"the recipe {self.name} calibrates nothing: leave the calibration out")
+            return None
+        asked = self.calibration or CalibrationText.model_validate({})
+        source = asked.text if text is None else text
+        return calibration(source, sequences=asked.sequences, length=asked.length, split=asked.split)
 
 
 class _Loader(yaml.SafeLoader):
@@ -164,9 +257,19 @@ def _sentence(error: ValidationError) -> str:
     return f"{place}: {first['msg'].removeprefix('Value error, ')}{more}"
 
 
+_STEPS: dict[Any, type[BaseModel]] = {
+    "rotate": RotateStep,
+    "smooth": SmoothStep,
+    "awq": AwqStep,
+    "quantize": QuantizeStep,
+    "gptq": GptqStep,
+    "prune": PruneStep,
+}
+
+
 def _fields_at(location: tuple[Any, ...]) -> list[str]:
     """The keys that a place in a recipe may have."""
-    models: dict[Any, type[BaseModel]] = {"quantize": QuantizeStep, "prune": PruneStep}
+    models = _STEPS | {"calibration": CalibrationText}
     model = next((models[part] for part in reversed(location) if part in models), None)
     return list((model or (Step if len(location) else Recipe)).model_fields)
 

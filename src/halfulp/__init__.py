@@ -14,8 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .compress import chain, compress, load, open_checkpoint, plan_of, prune, quantize
-    from .eval import analyze, text
+    from .compress import chain, compress, load, open_checkpoint, plan_of, prune, quantize, text
+    from .eval import analyze
     from .numerics import (
         Block,
         Cast,
@@ -57,8 +57,8 @@ _WHERE = {
         "decode describe dot emulate emulate_jax encode error_report error_stats fake_quantize format matmul "
         "optimal_clip pack quantize_optimizer quantize_updates scaled_step unpack"
     ),
-    "compress": "chain compress load open_checkpoint plan_of prune quantize",
-    "eval": "analyze text",
+    "compress": "chain compress load open_checkpoint plan_of prune quantize text",
+    "eval": "analyze",
 }
 _HOMES = {name: package for package, names in _WHERE.items() for name in names.split()}
 

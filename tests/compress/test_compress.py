@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from halfulp.compress import (
     _compress,
     _stream,
+    _tensorwise,
     chain,
     compress,
     open_checkpoint,
@@ -137,7 +138,7 @@ def test_progress_goes_to_the_end(tmp_path, source):
 
 @pytest.mark.parametrize("transform", [INT4, chain(prune(0.5), quantize("nvfp4"))], ids=["rows", "whole"])
 def test_two_runs_and_two_threads_give_the_same_bytes(tmp_path, source, transform, monkeypatch):
-    monkeypatch.setattr(_compress, "_CHUNK_BYTES", 4096)  # several pieces a tensor
+    monkeypatch.setattr(_tensorwise, "_CHUNK_BYTES", 4096)  # several pieces a tensor
     before = torch.get_num_threads()
     try:
         for name, threads in (("a", 1), ("b", 1), ("c", 2)):
@@ -151,7 +152,7 @@ def test_two_runs_and_two_threads_give_the_same_bytes(tmp_path, source, transfor
 
 def test_pieces_do_not_show_in_the_bytes(tmp_path, source, monkeypatch):
     compress(source, INT4, tmp_path / "whole")
-    monkeypatch.setattr(_compress, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(_tensorwise, "_CHUNK_BYTES", 1)
     compress(source, INT4, tmp_path / "pieces")
     assert digests(tmp_path / "whole") == digests(tmp_path / "pieces")
 
@@ -229,7 +230,7 @@ def test_a_stop_between_the_last_byte_and_the_rename_is_made_good(tmp_path, sour
     with pytest.raises(KeyboardInterrupt):
         compress(source, INT4, tmp_path / "out", shard_bytes=SHARD)
     monkeypatch.undo()
-    monkeypatch.setattr(_compress, "_compressed", stop)  # nothing is computed again
+    monkeypatch.setattr(_tensorwise, "_compressed", stop)  # nothing is computed again
     compress(source, INT4, tmp_path / "out", shard_bytes=SHARD)
     assert digests(tmp_path / "out") == digests(undisturbed[0])
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from halfulp.eval import _accuracy
 from halfulp.eval._accuracy import Accuracy, Estimate, compare, mean, perplexity
-from halfulp.eval._text import Window, windows
+from halfulp.eval._windows import Window, windows
 
 Model = Callable[[torch.Tensor], Any]
 

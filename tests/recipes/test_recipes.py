@@ -8,7 +8,7 @@ import pytest
 from halfulp.compress import plan_of
 from halfulp.recipes import read_recipe, schema, shipped
 
-NAMES = ["fp8", "mxfp4", "mxfp8", "nvfp4", "sparse-2:4", "w4a16-g128", "w8a8-int8"]
+NAMES = ["fp8", "mxfp4", "mxfp8", "nvfp4", "sparse-2:4", "w4a16-g128", "w4a16-gptq", "w8a8-int8"]
 LAYERS = {
     "model.embed_tokens.weight": (64, 256),
     "model.layers.0.self_attn.q_proj.weight": (256, 256),
@@ -64,18 +64,18 @@ def test_two_steps_and_a_sparsity_that_yaml_would_read_as_124(tmp_path):
             "name: x\nsteps:\n  - quantize: {weights: int4:g64, group: 64}\n",
             "unknown key steps.0.quantize.group; the keys here are targets, ignore, weights, activations, kv, ragged",
         ),
-        ("name: x\nsteps:\n  - quantise: {}\n", "unknown key steps.0.quantise; the keys here are quantize, prune"),
-        ("name: x\nstep: []\nsteps: []\n", "unknown key step; the keys here are name, description, steps"),
+        ("name: x\nsteps:\n  - quantise: {}\n", "unknown key steps.0.quantise; the keys here are rotate, smooth, awq, quantize, gptq, prune"),
+        ("name: x\nstep: []\nsteps: []\n", "unknown key step; the keys here are name, description, calibration, steps"),
         ("name: x\nsteps:\n  - quantize: {weights: mxpf4}\n", "steps.0.quantize.weights: cannot read 'mxpf4'"),
         ("name: x\nsteps:\n  - quantize: {weights: mxpf4}\n", "did you mean mxfp4"),
         ("name: x\nsteps:\n  - prune: {pattern: '4:2'}\n", "give N:M with 0 < N < M, such as 2:4"),
-        ("name: x\nsteps:\n  - {}\n", "a step is one of quantize, prune; this one has none"),
+        ("name: x\nsteps:\n  - {}\n", "a step is one of rotate, smooth, awq, quantize, gptq, prune; this one has none"),
         (
             "name: x\nsteps:\n  - {prune: {pattern: 0.5}, quantize: {weights: int8:channel}}\n",
             "this one has quantize and prune",
         ),
         ("name: x\nsteps:\n  - quantize: {weights: int8:channel, ragged: pad}\n", "steps.0.quantize.ragged"),
-        ("- a\n- b\n", "the recipe should be a mapping of name, description, steps"),
+        ("- a\n- b\n", "the recipe should be a mapping of name, description, calibration, steps"),
         ("name: [\n", "is no YAML"),
         ("name: x\nname: y\nsteps: []\n", "the key name stands twice"),
         ("", "the recipe should be a mapping"),

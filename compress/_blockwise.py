@@ -1,0 +1,212 @@
+"""Block by block from a checkpoint to an output: each decoder block calibrated on what the compressed ones give."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ..numerics import decode
+from ._checkpoint import Checkpoint
+from ._layouts import restore, stored
+from ._plan import Plan, Row
+from ._stream import StreamWriter
+from ._tensorwise import difference, finished, source_hash
+from ._transforms import Transform, Weight
+from .calibrate import Calibration, Decoder, Seen, States, lockstep
+
+Tensors = dict[str, torch.Tensor]
+
+
+def write_blocks(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    transform: Transform,
+    layout: str | None,
+    writer: StreamWriter,
+    calibration: Calibration,
+    told: Callable[[Row], None],
+) -> None:
+    """Write the rows that need a calibration. A block is the unit of resuming: one of which a row is missing is
+    calibrated again, and gives the same bytes.
+
+    Rows outside of decoder blocks are transformed as if nothing had been seen. In memory are one block, the hidden
+    states of all sequences (twice where the original model's are needed too), and what the layers of the block still
+    need to compute.
+    """
+    decoder = Decoder(checkpoint)
+    rows = {row.name: row for row in plan.rows if row.touched}
+    with torch.inference_mode():
+        states = decoder.start(calibration.tokens(checkpoint))
+        original = None
+        if any("cross" in row.needs for row in rows.values()):
+            original = States([x.clone() for x in states.hidden], states.calls)
+        for k in range(decoder.blocks):
+            names = decoder.tensors_of(k)
+            inside = {parameter: rows.pop(name) for parameter, name in names.items() if name in rows}
+            todo = {p: row for p, row in inside.items() if row.needs}
+            again = any(row.name not in writer.done for row in todo.values())
+            given = {row.name: _written(writer, row, layout) for p, row in inside.items() if not (again and p in todo)}
+            with decoder.block(k, given) as block:
+                if again:
+                    made = _calibrate(decoder, block, k, states, original, todo, transform, layout)
+                    for row in todo.values():
+                        if row.name not in writer.done:
+                            tensors, note = made[row.name]
+                            note = {"sha256": source_hash(checkpoint, row.spec), **note}
+                            writer.write(row.name, tensors, note)
+                else:
+                    for i in range(len(states.hidden)):
+                        states.hidden[i] = decoder.run(block, k, states, i)
+            if original is not None and not again:
+                with decoder.block(k) as block:
+                    for i in range(len(original.hidden)):
+                        original.hidden[i] = decoder.run(block, k, original, i)
+            for row in todo.values():
+                told(row)
+        for row in rows.values():
+            if row.needs:
+                if row.name not in writer.done:
+                    tensors, note, _ = _transformed(checkpoint.read(row.name), row, None, transform, layout)
+                    writer.write(row.name, tensors, {"sha256": source_hash(checkpoint, row.spec), **note})
+                told(row)
+
+
+def _written(writer: StreamWriter, row: Row, layout: str | None) -> torch.Tensor:
+    return _value({spec.name: writer.read(spec.name) for spec in stored(row, layout)}, row, layout)
+
+
+def _value(tensors: Tensors, row: Row, layout: str | None) -> torch.Tensor:
+    """The numbers that a reader of the output will find."""
+    if row.weights is None:
+        return tensors[row.name]
+    codes = restore(tensors, row, layout)
+    return decode(codes, None if hasattr(codes, "format") else row.weights)
+
+
+def _transformed(
+    value: torch.Tensor, row: Row, seen: Seen | None, transform: Transform, layout: str | None
+) -> tuple[Tensors, dict[str, Any], torch.Tensor]:
+    """A row's stored tensors, its note and its new numbers."""
+    if not torch.isfinite(value).all():
+        raise ValueError(f"{row.name} holds NaN or infinity, of which nothing can be made: repair the checkpoint")
+    weight = transform.apply(Weight(value), row, seen)
+    tensors = finished(weight, row, layout)
+    error, norm, zeros = difference(value, weight, row.weights)
+    relative = (error / norm) ** 0.5 if norm else 0.0
+    note = {"relative_error": float(f"{relative:.6g}"), "zeros": zeros, "facts": dict(weight.facts)}
+    return tensors, note, _value(tensors, row, layout)
+
+
+def _calibrate(
+    decoder: Decoder,
+    block: torch.nn.Module,
+    k: int,
+    states: States,
+    original: States | None,
+    todo: Mapping[str, Row],
+    transform: Transform,
+    layout: str | None,
+) -> dict[str, tuple[Tensors, dict[str, Any]]]:
+    """Compress a block's layers in the order in which they run, each on what the ones before it give now.
+
+    The states move on to the block's outputs.
+    """
+    count = len(states.hidden)
+    # in the order of the block's modules, which is the order of their calls
+    layers = {p.removesuffix(".weight"): row for p, row in todo.items() if row.kind == "linear"}
+    modules = {name: block.get_submodule(name) for name in layers}
+    made: dict[str, tuple[Tensors, dict[str, Any]]] = {}
+    siblings: dict[str, Seen] = {}
+
+    def put(name: str, seen: Seen | None, more: Mapping[str, Any]) -> None:
+        row = layers[name]
+        source = decoder.checkpoint.read(row.name)
+        tensors, note, value = _transformed(source, row, seen, transform, layout)
+        note["facts"] |= more
+        made[row.name] = tensors, note
+        modules[name].weight.copy_(value)  # type: ignore[operator]
+
+    hidden: dict[int, torch.Tensor] = {}
+    originals = None if original is None else _Originals(decoder, k, original, list(layers))
+    last: tuple[list[torch.Tensor], Seen] | None = None
+    try:
+        for name, inputs in lockstep(lambda i: decoder.run(block, k, states, i), count, modules, hidden.__setitem__):
+            given = [inputs[i] for i in sorted(inputs)]
+            # q, k and v read the same tensors, and so do gate and up
+            if (
+                last is None
+                or len(last[0]) != len(given)
+                or any(a is not b for a, b in zip(last[0], given, strict=True))
+            ):
+                was = originals.of(name) if originals is not None else {}
+                last = given, _seen(decoder, layers[name], inputs, was)
+            seen = last[1]
+            family = _family(name)
+            if family != name:
+                siblings[family] = siblings.get(family, Seen()) + seen
+            put(name, seen, {})
+    finally:
+        if originals is not None:
+            originals.close(finish=len(hidden) == count)
+    for name, row in layers.items():
+        if row.name not in made:
+            others = siblings.get(_family(name))
+            told = {"fallback": "no token was routed to it: calibrated on what the other experts saw"}
+            put(name, others, told if others else {})
+    for row in todo.values():
+        if row.name not in made:
+            made[row.name] = _transformed(decoder.checkpoint.read(row.name), row, None, transform, layout)[:2]
+    states.hidden[:] = [hidden[i] for i in range(count)]
+    return made
+
+
+def _family(name: str) -> str:
+    """A layer's name with a star for the number of its expert."""
+    return re.sub(r"(experts)\.\d+\.", r"\1.*.", name)
+
+
+def _seen(decoder: Decoder, row: Row, inputs: Mapping[int, torch.Tensor], was: Mapping[int, torch.Tensor]) -> Seen:
+    total = Seen()
+    for i in sorted(inputs):
+        try:
+            total += Seen.of(inputs[i], row.needs, was.get(i))
+        except ValueError as error:
+            raise ValueError(
+                f"{row.name}: {error} in calibration sequence {i}: the model overflows, or a step before this one "
+                "broke it"
+            ) from None
+    return total
+
+
+class _Originals:
+    """What the same tokens are in the original model, whose block runs in step with the compressed one."""
+
+    def __init__(self, decoder: Decoder, k: int, states: States, names: list[str]) -> None:
+        self._rank = {name: i for i, name in enumerate(names)}
+        self._states = states
+        self._held = decoder.block(k, apart=True)
+        block = self._held.__enter__()
+        modules = {name: block.get_submodule(name) for name in names}
+        self._done: dict[int, torch.Tensor] = {}
+        count = len(states.hidden)
+        self._steps = lockstep(lambda i: decoder.run(block, k, states, i), count, modules, self._done.__setitem__)
+        self._next = next(self._steps, None)
+
+    def of(self, name: str) -> Mapping[int, torch.Tensor]:
+        """The original inputs of a layer; none for experts, to which other tokens may be routed."""
+        while self._next is not None and self._rank[self._next[0]] < self._rank[name]:
+            self._next = next(self._steps, None)
+        same = self._next is not None and self._next[0] == name and _family(name) == name
+        return self._next[1] if same and self._next is not None else {}
+
+    def close(self, finish: bool) -> None:
+        """Move the states on to the block's outputs, if all went well."""
+        if finish:
+            for _ in self._steps:
+                pass
+            self._states.hidden[:] = [self._done[i] for i in range(len(self._done))]
+        self._steps.close()  # type: ignore[attr-defined]
+        self._held.__exit__(None, None, None)

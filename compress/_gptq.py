@@ -1,0 +1,99 @@
+"""Rounding to numbers that suit a layer's inputs: GPTQ and what goes with it, between plan and pure core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..numerics import Block, Format, Quantized, encode
+from .calibrate._seen import Need, Seen
+from .methods._gptq import ORDERS, Order, Rounded, corrected, factor, output_loss, refine
+from .methods._gptq import gptq as round_gptq
+from .methods._grid import grid_of
+
+if TYPE_CHECKING:
+    from ._plan import Row
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """How codes are found by GPTQ; see `halfulp.compress.gptq`."""
+
+    damp: float = 0.01
+    order: Order = "group"
+    sweeps: int = 0
+    propagate: float = 0.0
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise ValueError(f"order={self.order!r}: choose {', '.join(map(repr, ORDERS))}")
+        for name, low, high in (("damp", 0.0, 1.0), ("propagate", 0.0, 1.0)):
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"{name}={getattr(self, name)!r}: give a number from {low:g} to {high:g}")
+        for name, least in (("sweeps", 0), ("block", 1)):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)!r}: give a whole number from {least}")
+
+    def __str__(self) -> str:
+        return "gptq" + (f" and {self.sweeps} sweeps" if self.sweeps else "")
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"second", "cross"} if self.propagate else {"second"})
+
+    def check(self, fmt: Format) -> None:
+        """Raise ValueError for a format that these loops cannot round to."""
+        assert isinstance(fmt, Block)
+        grid_of(fmt)
+        if not isinstance(fmt.size, int) and fmt.size != "channel":
+            raise ValueError(f"{fmt}: GPTQ takes blocks along the inputs, not {fmt.size}; use quantize")
+
+    def codes(self, value: torch.Tensor, row: Row, seen: Seen | None, pruned: torch.Tensor | None) -> tuple[Any, dict]:
+        """A weight's codes, and what is to be told: tokens, damping and the share of the output that is lost.
+
+        value: the weight before pruning; pruned: after it, whose zeros stay.
+        """
+        fmt = row.weights
+        assert isinstance(fmt, Block)
+        keep = None if pruned is None else (pruned != 0).numpy()
+        nearest = value if pruned is None else pruned
+        if seen is None or seen.second is None or not seen.tokens:
+            return encode(nearest, fmt), {"fallback": "rounded to nearest: the calibration never reached the layer"}
+        # blocks lie along the inputs, which are the columns here
+        across = row.axis != -1
+        weight = (value.T if across else value).float().numpy()
+        keep = keep.T if across and keep is not None else keep
+        hessian = seen.second.numpy()
+        target = weight
+        if self.propagate and seen.cross is not None and factor(hessian, self.damp) is not None:
+            target = corrected(weight, hessian, seen.cross.numpy(), max(self.damp, 1e-3), self.propagate)
+        fmt_here = fmt if not across else grid_of(fmt).fmt
+        rounded = round_gptq(target, hessian, fmt_here, damp=self.damp, order=self.order, block=self.block, keep=keep)
+        if rounded is None:
+            return encode(nearest, fmt), {"fallback": "rounded to nearest: the calibration gave no usable Hessian"}
+        if self.sweeps:
+            rounded = refine(target, hessian, rounded, self.sweeps, keep)
+        facts: dict[str, Any] = {
+            "tokens": seen.tokens,
+            "output_loss": _digits(output_loss(weight, rounded.values(), hessian)),
+        }
+        if rounded.damp != self.damp:
+            facts["fallback"] = f"damping of {rounded.damp:g} instead of {self.damp:g}, to make the Hessian positive"
+        return _codes(rounded, across, fmt), facts
+
+
+def _codes(rounded: Rounded, across: bool, fmt: Block) -> Quantized:
+    q = rounded.quantized()
+    if not across:
+        return q
+    turned = [None if a is None else a.T.contiguous() for a in (q.codes, q.scale, q.zero_point)]
+    return Quantized(turned[0], turned[1], turned[2], q.tensor_scale, fmt)
+
+
+def _digits(x: float) -> float:
+    """Six digits: more would depend on the machine's matmul."""
+    return float(np.format_float_scientific(x, precision=5))

@@ -1,0 +1,430 @@
+"""Methods that need a calibration, from a checkpoint to a checkpoint."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from halfulp.compress import (
+    awq,
+    calibration,
+    chain,
+    compress,
+    gptq,
+    load,
+    open_checkpoint,
+    prune,
+    quantize,
+    rotate,
+    smooth,
+)
+from halfulp.compress._compress import plan_of
+from halfulp.compress._stream import StreamWriter
+from halfulp.compress.calibrate import Decoder, Seen, lockstep
+
+from .common import checkpoint, weights
+
+
+def calm():
+    """Weights of a network that small changes do not throw off its way."""
+    made = weights(dtype=torch.float32)
+    return {name: w * 0.3 if name.endswith("_proj.weight") else w for name, w in made.items()}
+
+
+def sequences(count=6, length=24, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 128, (count, length), generator=generator)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return checkpoint(tmp_path_factory.mktemp("source") / "model", dtype=torch.float32, tensors=calm())
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+# lockstep
+
+
+def test_every_forward_is_the_plain_one_and_stops_once_at_each_layer():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4), torch.nn.Linear(4, 4))
+    x = torch.randn(5, 3, 4)
+    want = [net(x[i]) for i in range(5)]
+    done, visits = {}, []
+    layers = {name: m for name, m in net.named_children() if isinstance(m, torch.nn.Linear)}
+    for name, inputs in lockstep(lambda i: net(x[i]), 5, layers, done.__setitem__):
+        visits.append((name, sorted(inputs)))
+    assert visits == [(name, [0, 1, 2, 3, 4]) for name in layers]
+    assert all(torch.equal(done[i], want[i]) for i in range(5))
+
+
+def test_a_weight_replaced_on_the_way_is_the_one_that_is_used():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
+    done, seen = {}, {}
+    with torch.no_grad():
+        for name, inputs in lockstep(lambda i: net(torch.ones(1, 2)), 2, dict(net.named_children()), done.__setitem__):
+            seen[name] = inputs[0].clone()
+            net.get_submodule(name).weight.copy_(torch.eye(2) * 3)
+    assert seen["1"].tolist() == [[3, 3]]
+    assert done[1].tolist() == [[9, 9]]
+
+
+def test_branches_are_served_in_order_and_what_none_reaches_is_left_out():
+    a, b, c = (torch.nn.Linear(1, 1) for _ in range(3))
+    steps = lockstep(
+        lambda i: b(a(torch.ones(1))) if i else b(torch.ones(1)), 3, {"a": a, "b": b, "c": c}, lambda *_: None
+    )
+    assert [(name, sorted(inputs)) for name, inputs in steps] == [("a", [1, 2]), ("b", [0, 1, 2])]
+
+
+def test_errors_come_out_and_no_thread_stays():
+    import threading
+
+    before = threading.active_count()
+    layer = torch.nn.Linear(1, 1)
+
+    def work(i):
+        layer(torch.ones(1))
+        raise RuntimeError(f"sequence {i}")
+
+    with pytest.raises(RuntimeError, match="sequence 0"):
+        list(lockstep(work, 3, {"l": layer}, lambda *_: None))
+    steps = lockstep(lambda i: layer(torch.ones(1)), 3, {"l": layer}, lambda *_: None)
+    next(steps)
+    steps.close()
+    assert threading.active_count() == before
+    assert not layer._forward_pre_hooks
+
+
+# statistics
+
+
+def test_statistics_are_the_same_for_any_batch_and_padding():
+    rows = [list(range(3, 3 + n)) for n in (5, 9, 2)]
+    width = 9
+    left = torch.tensor([[0] * (width - len(r)) + r for r in rows])
+    right = torch.tensor([r + [0] * (width - len(r)) for r in rows])
+    masks = [torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows])]
+    masks.append(torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r in rows]))
+    one = calibration(rows)
+    assert calibration(left, mask=masks[0]).ids == calibration(right, mask=masks[1]).ids == one.ids
+    assert calibration(left, mask=masks[0]).identity() == one.identity()
+
+
+def test_sums_merge_and_are_those_of_the_tokens():
+    x = torch.randn(40, 6, dtype=torch.float64)
+    whole = Seen.of(x, {"second", "square", "amax", "total"})
+    parts = Seen()
+    for piece in x.split(7):
+        parts += Seen.of(piece, {"second", "square", "amax", "total"})
+    assert parts.tokens == whole.tokens == 40
+    torch.testing.assert_close(parts.second, x.T @ x, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(whole.square, x.square().sum(0), rtol=1e-6, atol=0)
+    assert torch.equal(parts.amax, x.float().abs().amax(0))
+    with pytest.raises(ValueError, match="NaN"):
+        Seen.of(torch.tensor([[1.0, float("nan")]]), {"second"})
+
+
+def test_text_is_cut_evenly_and_says_when_it_is_short(source):
+    cut = calibration("embedded", sequences=5, length=16).tokens(open_checkpoint(source))
+    assert [len(ids) for ids in cut] == [16] * 5
+    with pytest.raises(ValueError, match="fewer than one sequence of 10000000"):
+        calibration("embedded", length=10_000_000).tokens(open_checkpoint(source))
+    with pytest.raises(ValueError, match="vocabulary has 128"):
+        calibration([[5, 400]]).tokens(open_checkpoint(source))
+    for bad in ([], [[]], [[0.5]], [[-1]]):
+        with pytest.raises(ValueError, match="token ids"):
+            calibration(bad)
+    with pytest.raises(ValueError, match="sequences=0"):
+        calibration("embedded", sequences=0)
+
+
+# the decoder
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_oss"])
+def test_block_by_block_is_the_model(tmp_path, kind):
+    folder = checkpoint(tmp_path / "model", kind, torch.float32)
+    decoder = Decoder(open_checkpoint(folder))
+    ids = [row for row in sequences(3, 20)]
+    model = load(folder)
+    with torch.inference_mode():
+        states = decoder.start(ids)
+        for k in range(decoder.blocks):
+            with decoder.block(k) as block:
+                for i in range(3):
+                    states.hidden[i] = decoder.run(block, k, states, i)
+        for i in range(3):
+            # the last hidden state of transformers is after the final norm
+            want = model(ids[i][None], output_hidden_states=True).hidden_states[-1]
+            torch.testing.assert_close(model.model.norm(states.hidden[i]), want, rtol=1e-4, atol=1e-4)
+    assert all(p.is_meta for p in decoder._base.parameters())
+
+
+# gptq
+
+
+def test_gptq_loses_less_of_the_output_than_nearest(tmp_path, source):
+    ids = sequences(32, 64)
+    compress(source, gptq("int4:g16"), tmp_path / "gptq", calibration=calibration(ids))
+    compress(source, quantize("int4:g16"), tmp_path / "near")
+    held = sequences(4, 32, seed=1)
+    with torch.inference_mode():
+        want = load(source)(held).logits
+        errors = [float((load(tmp_path / name)(held).logits - want).square().mean()) for name in ("gptq", "near")]
+    assert errors[0] < 0.8 * errors[1]
+    manifest = json.loads((tmp_path / "gptq" / "halfulp.json").read_text())
+    entry = manifest["tensors"]["model.layers.0.self_attn.q_proj.weight"]
+    assert entry["action"] == "int4:g16 by gptq"
+    assert entry["facts"]["tokens"] == 32 * 64
+    assert 0 < entry["facts"]["output_loss"] < 0.1
+    assert manifest["calibration"]["text"].startswith("32 sequences")
+
+
+@pytest.mark.parametrize(
+    "fmt", ["int4:g16", "int4:g16:asym", "mxfp4", "nvfp4", "int8:channel", "nf4:g32", "e4m3fn:channel"]
+)
+@pytest.mark.parametrize("options", [{}, {"propagate": 0.5, "sweeps": 1, "order": "static"}])
+def test_any_block_format_goes_through_and_loads(tmp_path, source, fmt, options):
+    compress(source, gptq(fmt, **options), tmp_path / "out", calibration=calibration(sequences()))
+    assert torch.isfinite(load(tmp_path / "out")(sequences(1)).logits).all()
+
+
+def test_what_runs_is_what_is_written(tmp_path, source, monkeypatch):
+    """The later blocks were calibrated on the very numbers that a reader of the output finds."""
+    ids = sequences()
+    compress(source, gptq("int4:g16"), tmp_path / "out", calibration=calibration(ids))
+    model = load(tmp_path / "out")
+    given = []
+    model.model.layers[1].self_attn.q_proj.register_forward_pre_hook(lambda m, args: given.append(args[0]))
+    with torch.inference_mode():
+        for row in ids:
+            model(row[None])
+    seen = Seen()
+    for x in given:
+        seen += Seen.of(x, {"second"})
+    from halfulp.compress.methods._gptq import gptq as core
+    from halfulp.compress.methods._grid import grid_of
+
+    weight = calm()["model.layers.1.self_attn.q_proj.weight"]
+    codes = core(weight.numpy(), seen.second.numpy(), grid_of("int4:g16").fmt).quantized()
+    from halfulp.numerics import decode
+
+    got = model.model.layers[1].self_attn.q_proj.weight
+    assert (decode(codes) == got).float().mean() > 0.995  # the order of a sum may differ
+
+
+def test_threads_and_runs_agree(tmp_path, source):
+    for name in ("a", "b"):
+        compress(source, gptq("nvfp4", sweeps=1), tmp_path / name, calibration=calibration(sequences()))
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9, 0.99])
+@pytest.mark.parametrize("propagate", [0.0, 1.0])
+def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, kind, share, propagate, monkeypatch):
+    folder = checkpoint(tmp_path / "model", kind, torch.float32)
+    step = chain(gptq("nvfp4", targets="*_proj", propagate=propagate))
+    compress(folder, step, tmp_path / "whole", calibration=calibration(sequences()))
+    plan = plan_of(open_checkpoint(folder), step)
+    stop = int(share * len(plan.rows))
+    write = StreamWriter.write
+    count = 0
+
+    def stopping(self, *args, **kwargs):
+        nonlocal count
+        count += 1
+        if count > stop:
+            raise KeyboardInterrupt
+        return write(self, *args, **kwargs)
+
+    monkeypatch.setattr(StreamWriter, "write", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        compress(folder, step, tmp_path / "out", calibration=calibration(sequences()))
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(StreamWriter, "write", write)
+    compress(folder, step, tmp_path / "out", calibration=calibration(sequences()))
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_another_calibration_is_another_run(tmp_path, source, monkeypatch):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StreamWriter, "finish", stop)
+    with pytest.raises(KeyboardInterrupt):
+        compress(source, gptq("int4:g16"), tmp_path / "out", calibration=calibration(sequences()))
+    with pytest.raises(ValueError, match="belongs to another run"):
+        compress(source, gptq("int4:g16"), tmp_path / "out", calibration=calibration(sequences(seed=1)))
+
+
+def test_an_expert_that_no_token_reaches_is_calibrated_on_the_others_and_said_so(tmp_path):
+    tensors = weights("qwen3_moe", torch.float32)
+    folder = checkpoint(tmp_path / "model", "qwen3_moe", torch.float32, tensors=tensors)
+    from halfulp.compress.calibrate import _experts
+
+    forward = _experts.Experts.forward
+
+    def routed(self, hidden, chosen, share):
+        return forward(self, hidden, torch.where(chosen == 3, 2, chosen), share)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_experts.Experts, "forward", routed)
+        manifest = compress(
+            folder, gptq("int4:g16", targets="*_proj"), tmp_path / "out", calibration=calibration(sequences())
+        )
+    facts = manifest["tensors"]["model.layers.1.mlp.experts.3.up_proj.weight"]["facts"]
+    assert "no token was routed to it" in facts["fallback"]
+    assert facts["tokens"] > 0
+    assert any("6 tensors no token was routed" in note for note in manifest["notes"])
+    assert "fallback" not in manifest["tensors"]["model.layers.1.mlp.experts.2.up_proj.weight"]["facts"]
+    assert torch.isfinite(load(tmp_path / "out")(sequences(1)).logits).all()
+
+
+def test_a_method_without_its_calibration_is_refused_before_anything_is_written(tmp_path, source):
+    with pytest.raises(ValueError, match=r"gptq needs a calibration"):
+        compress(source, gptq("int4:g16"), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"wanda needs a calibration"):
+        compress(source, prune("2:4", by="wanda"), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_activations_that_overflow_are_named(tmp_path):
+    tensors = weights(dtype=torch.float32)
+    tensors["model.layers.1.input_layernorm.weight"] *= 1e38
+    tensors["model.layers.1.input_layernorm.weight"] *= 1e38
+    folder = checkpoint(tmp_path / "model", dtype=torch.float32, tensors=tensors)
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        compress(folder, gptq("int4:g16"), tmp_path / "out", calibration=calibration(sequences()))
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_out_of_range_are_named():
+    for options, message in [
+        ({"damp": -1}, "damp"),
+        ({"order": "best"}, "'none', 'group', 'static'"),
+        ({"sweeps": -1}, "sweeps"),
+        ({"propagate": 2}, "propagate"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            gptq("int4:g16", **options)
+    for fmt, message in [
+        ("e4m3fn", "needs a format with scales"),
+        ("int4:32x32", "blocks along the inputs"),
+        ("int16:g32", "8 bits"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            gptq(fmt)
+
+
+# pruning
+
+
+@pytest.mark.parametrize("by", ["magnitude", "wanda", "sparsegpt"])
+@pytest.mark.parametrize("pattern", ["2:4", "0.5"])
+def test_masks_are_exact_on_disk_after_quantization(tmp_path, source, by, pattern):
+    steps = chain(prune(pattern, by=by), gptq("int4:g16"))
+    compress(source, steps, tmp_path / "out", calibration=calibration(sequences()))
+    for name, weight in load(tmp_path / "out").named_parameters():
+        if name.endswith("_proj.weight"):
+            zeros = (weight == 0).reshape(-1, 4).sum(-1)
+            assert (zeros >= 2).all() if pattern == "2:4" else (weight == 0).float().mean() >= 0.45
+    shutil.rmtree(tmp_path / "out")
+
+
+def test_better_scores_lose_less(tmp_path, source):
+    held = sequences(4, 32, seed=1)
+    want = load(source)(held).logits
+    errors = {}
+    for by in ("magnitude", "wanda", "sparsegpt"):
+        compress(source, prune("0.5", by=by), tmp_path / by, calibration=calibration(sequences(32, 64)))
+        with torch.inference_mode():
+            errors[by] = float((load(tmp_path / by)(held).logits - want).square().mean())
+    assert errors["sparsegpt"] < errors["magnitude"]
+    assert errors["wanda"] < errors["magnitude"]
+    assert load_file(tmp_path / "wanda" / "model.safetensors").keys() == calm().keys()
+
+
+# rewrites in a chain
+
+
+def close(folder, source, tolerance):
+    ids = sequences(2, 24, seed=3)
+    with torch.inference_mode():
+        want, got = load(source)(ids).logits, load(folder)(ids).logits
+    return float((want - got).abs().max() / want.abs().max()) < tolerance
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        rotate(),
+        rotate("block:32"),
+        rotate(None),
+        smooth(0.5),
+        smooth(1.0, pairs=["norm", "heads", "channels"]),
+        awq("int3:g16"),
+    ],
+    ids=str,
+)
+def test_a_rewrite_alone_gives_a_model_of_the_same_function(tmp_path, source, step):
+    manifest = compress(source, step, tmp_path / "out", calibration=calibration(sequences()))
+    assert close(tmp_path / "out", source, 1e-4)
+    assert manifest["notes"]
+    changed = load_file(tmp_path / "out" / "model.safetensors")
+    assert not torch.equal(
+        changed["model.layers.0.self_attn.v_proj.weight"], calm()["model.layers.0.self_attn.v_proj.weight"]
+    )
+
+
+@pytest.mark.parametrize("first", [rotate(), smooth(0.5), awq("int4:g16")], ids=str)
+def test_a_rewrite_goes_before_any_rounding_and_resumes(tmp_path, source, first, monkeypatch):
+    steps = chain(first, prune("2:4", by="wanda"), gptq("int4:g16", activations="int8:token"))
+    given = calibration(sequences())
+    compress(source, steps, tmp_path / "whole", calibration=given)
+    write, count = StreamWriter.write, 0
+
+    def stopping(self, *args, **kwargs):
+        nonlocal count
+        count += 1
+        if count > 12:
+            raise KeyboardInterrupt
+        return write(self, *args, **kwargs)
+
+    monkeypatch.setattr(StreamWriter, "write", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        compress(source, steps, tmp_path / "out", calibration=given)
+    monkeypatch.setattr(StreamWriter, "write", write)
+    compress(source, steps, tmp_path / "out", calibration=given)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert torch.isfinite(load(tmp_path / "out")(sequences(1)).logits).all()
+
+
+def test_awq_helps_where_some_channels_are_active(tmp_path):
+    tensors = calm()
+    for layer in range(2):
+        tensors[f"model.layers.{layer}.input_layernorm.weight"][::8] *= 12
+        tensors[f"model.layers.{layer}.post_attention_layernorm.weight"][::8] *= 12
+    folder = checkpoint(tmp_path / "model", dtype=torch.float32, tensors=tensors)
+    given, held = calibration(sequences(16, 48)), sequences(4, 32, seed=1)
+    errors = {}
+    for name, steps in {"plain": quantize("int3:g16"), "awq": chain(awq("int3:g16"), quantize("int3:g16"))}.items():
+        compress(folder, steps, tmp_path / name, calibration=given)
+        with torch.inference_mode():
+            errors[name] = float((load(tmp_path / name)(held).logits - load(folder)(held).logits).square().mean())
+    assert errors["awq"] < 0.7 * errors["plain"]
+
+
+def test_a_rewrite_after_rounding_is_refused_and_a_measured_one_wants_its_calibration(tmp_path, source):
+    with pytest.raises(ValueError, match="put it before the steps that change it"):
+        chain(quantize("int4:g16"), smooth(0.5))
+    with pytest.raises(ValueError, match="smooth needs a calibration"):
+        compress(source, chain(smooth(0.5), quantize("int4:g16")), tmp_path / "out")
+    assert plan_of(open_checkpoint(source), chain(smooth(0.5), quantize("int4:g16"))).rows
+    assert not list(tmp_path.iterdir())
