@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ..numerics import decode
+from ..numerics import Format, cast, decode
 from ._checkpoint import Checkpoint
 from ._layouts import restore, stored
 from ._plan import Plan, Row
@@ -49,7 +50,7 @@ def write_blocks(
             todo = {p: row for p, row in inside.items() if row.needs}
             again = any(row.name not in writer.done for row in todo.values())
             given = {row.name: _written(writer, row, layout) for p, row in inside.items() if not (again and p in todo)}
-            with decoder.block(k, given) as block:
+            with decoder.block(k, given) as block, _rounding_inputs(block, inside):
                 if again:
                     made = _calibrate(decoder, block, k, states, original, todo, transform, layout)
                     for row in todo.values():
@@ -179,6 +180,32 @@ def _seen(decoder: Decoder, row: Row, inputs: Mapping[int, torch.Tensor], was: M
                 "broke it"
             ) from None
     return total
+
+
+@contextmanager
+def _rounding_inputs(block: torch.nn.Module, rows: Mapping[str, Row]) -> Iterator[None]:
+    """While it runs, the layers of a block see their inputs in the formats that their rows give for activations."""
+    handles = []
+    for parameter, row in rows.items():
+        path = parameter.removesuffix(".weight")
+        if row.activations is not None and isinstance(block.get_submodule(path), torch.nn.Linear):
+            handles.append(block.get_submodule(path).register_forward_pre_hook(_rounds(row.activations)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _rounds(fmt: Format) -> Callable[..., tuple[Any, ...]]:
+    def before(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        # kept beside the tensor: the layers that read it, q, k and v for instance, go on reading one and the same
+        kept = getattr(args[0], "halfulp_rounded", None)
+        if kept is None or kept[0] != fmt:
+            kept = args[0].halfulp_rounded = fmt, cast(args[0], fmt)
+        return (kept[1], *args[1:])
+
+    return before
 
 
 class _Originals:

@@ -28,7 +28,7 @@ from ._plan import Plan, Row, start
 from ._rewrites import Measured, Rewrite, rewritten
 from ._safetensors import JOURNAL, TensorSpec
 from ._stream import StreamWriter, fsync_path, require_space
-from ._tensorwise import source_hash, write_tensors
+from ._tensorwise import source_hash, with_shared_amax, write_tensors
 from ._transforms import Chain, Transform
 from .calibrate import Calibration
 
@@ -136,6 +136,7 @@ def compress(
     if dtype not in (None, given):
         remarks.append(f"config.json says {dtype}, not {given}: transformers decodes this layout to {dtype}")
     plan = replace(plan, notes=(*plan.notes, *remarks))
+    plan = with_shared_amax(checkpoint, plan)
     specs = [spec for row in plan.rows for spec in stored(row, chosen)]
     facts: list[Any] = [version("halfulp"), repr(steps.rewrites), str(plan), repr(plan.rows), repr(plan.kv), chosen]
     facts += [shard_bytes, dict(recipe or {})]

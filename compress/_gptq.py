@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,23 @@ from .methods._grid import grid_of
 
 if TYPE_CHECKING:
     from ._plan import Row
+
+
+def encode_row(value: torch.Tensor, row: Row) -> Quantized | torch.Tensor:
+    """A row's tensor rounded to nearest, under the scale that it shares with others."""
+    fmt = row.weights
+    assert fmt is not None
+    if row.amax is None or not row.amax > float(value.abs().max()):
+        return encode(value, fmt)
+    # a row (a column, where blocks lie along rows) that holds the largest magnitude of all while the scale is found
+    dim = value.ndim - 1 if isinstance(fmt, Block) and fmt.axis in (0, -value.ndim) else 0
+    more = torch.zeros_like(value.narrow(dim, 0, 1))
+    more.reshape(-1)[0] = row.amax
+    q = encode(torch.cat([value, more], dim), fmt)
+    assert isinstance(q, Quantized)
+    count = value.shape[dim]
+    scale = q.scale if q.scale.numel() == 1 else q.scale.narrow(dim, 0, count)
+    return replace(q, codes=q.codes.narrow(dim, 0, count), scale=scale)
 
 
 @dataclass(frozen=True)
@@ -60,9 +77,12 @@ class Gptq:
         fmt = row.weights
         assert isinstance(fmt, Block)
         keep = None if pruned is None else (pruned != 0).numpy()
-        nearest = value if pruned is None else pruned
+
+        def nearest() -> Any:
+            return encode_row(value if pruned is None else pruned, row)
+
         if seen is None or seen.second is None or not seen.tokens:
-            return encode(nearest, fmt), {"fallback": "rounded to nearest: the calibration never reached the layer"}
+            return nearest(), {"fallback": "rounded to nearest: the calibration never reached the layer"}
         # blocks lie along the inputs, which are the columns here
         across = row.axis != -1
         weight = (value.T if across else value).float().numpy()
@@ -71,10 +91,13 @@ class Gptq:
         target = weight
         if self.propagate and seen.cross is not None and factor(hessian, self.damp) is not None:
             target = corrected(weight, hessian, seen.cross.numpy(), max(self.damp, 1e-3), self.propagate)
-        fmt_here = fmt if not across else grid_of(fmt).fmt
-        rounded = round_gptq(target, hessian, fmt_here, damp=self.damp, order=self.order, block=self.block, keep=keep)
+        second = None if row.amax is None else grid_of(fmt).tensor_scale(row.amax)
+        options: dict[str, Any] = {"damp": self.damp, "order": self.order, "block": self.block}
+        rounded = round_gptq(target, hessian, fmt, keep=keep, tensor_scale=second, **options)
         if rounded is None:
-            return encode(nearest, fmt), {"fallback": "rounded to nearest: the calibration gave no usable Hessian"}
+            return nearest(), {
+                "fallback": "rounded to nearest: its Hessian is not positive even when damped by its mean"
+            }
         if self.sweeps:
             rounded = refine(target, hessian, rounded, self.sweeps, keep)
         facts: dict[str, Any] = {

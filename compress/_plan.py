@@ -33,7 +33,9 @@ class Row:
 
     ``kind``: linear, experts, embedding, head, router or other. ``axis``: the axis that a matmul sums over.
     ``weights`` None means that the numbers stay in their own type. ``rounding`` is how their codes are found and
-    ``score`` what decides which weights go, None for nearest and for magnitude. ``reason`` says why a tensor is
+    ``score`` what decides which weights go, None for nearest and for magnitude. ``shares`` are the tensors, itself
+    among them, that a runtime makes one of, so that a scale of the whole tensor has to be theirs too, and ``amax`` is
+    their largest magnitude, known when they have been read. ``reason`` says why a tensor is
     kept, ``note`` what was done otherwise than asked.
     """
 
@@ -45,6 +47,8 @@ class Row:
     activations: Format | None = None
     rounding: Any = None
     score: Any = None
+    shares: tuple[str, ...] = ()
+    amax: float | None = None
     reason: str = ""
     note: str = ""
 
@@ -222,6 +226,25 @@ def _matches(plan: Plan, pattern: str, role: str) -> list[Row]:
     tails = sorted({name.rsplit(".", 1)[-1] for name in names if not name.rsplit(".", 1)[-1].isdigit()})
     near = near or difflib.get_close_matches(pattern, tails, n=3, cutoff=0.5) or tails[:8]
     raise ValueError(f"{role} pattern {pattern!r} matches no module of the model; near names: {', '.join(near)}")
+
+
+# layers that runtimes run as one
+_FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"w1", "w3"}, {"query", "key", "value"})
+
+
+def fused(rows: Iterable[Row]) -> dict[str, tuple[str, ...]]:
+    """The rows, by name, whose matrices runtimes make one of, if those are in one and the same format.
+
+    vLLM, for one, takes the largest of their tensor scales for all, which is wrong for the others.
+    """
+    rows = list(rows)
+    found: dict[tuple[str, int, str], list[str]] = {}
+    for row in rows:
+        parent, _, last = row.module.rpartition(".")
+        for i, names in enumerate(_FUSED):
+            if last in names:
+                found.setdefault((parent, i, str(row.weights)), []).append(row.name)
+    return {name: tuple(names) for names in found.values() if len(names) > 1 for name in names}
 
 
 def divides(fmt: Format, row: Row) -> bool:

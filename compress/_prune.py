@@ -157,7 +157,7 @@ class SparseGPT:
         hessian = seen.second.numpy()
         found = sparse(rows, hessian, count, span, damp=self.damp)
         if found is None:
-            why = "pruned by magnitude: the calibration gave no usable Hessian"
+            why = "pruned by magnitude: its Hessian is not positive even when damped by its mean"
             return Magnitude().prune(weight, pattern, axis, seen)[0], {"fallback": why}
         result = torch.from_numpy(found[0]).to(weight.dtype)
         told: dict[str, Any] = {

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -68,6 +69,17 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 def _digest_of(spec: TensorSpec) -> Any:
     return hashlib.sha256(json.dumps([spec.name, spec.dtype, spec.shape]).encode())
+
+
+def with_shared_amax(checkpoint: Checkpoint, plan: Plan) -> Plan:
+    """The plan with the largest magnitude of those tensors that share a scale; they are read for it."""
+    alone = {
+        name: max((float(piece.abs().max()) for piece in _pieces(checkpoint, row.spec) if piece.numel()), default=0.0)
+        for name, row in ((row.name, row) for row in plan.rows)
+        if row.shares
+    }
+    rows = {r.name: replace(r, amax=max(alone[name] for name in r.shares)) for r in plan.rows if r.shares}
+    return plan.update(rows)
 
 
 def source_hash(checkpoint: Checkpoint, spec: TensorSpec) -> str:

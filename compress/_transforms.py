@@ -8,10 +8,10 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from ..numerics import Block, Codebook, Format, Quantized, encode
+from ..numerics import Block, Codebook, Format, Quantized
 from ..numerics import format as read_format
-from ._gptq import Gptq
-from ._plan import LINEAR, Plan, Row, divides, select
+from ._gptq import Gptq, encode_row
+from ._plan import LINEAR, Plan, Row, divides, fused, select
 from ._prune import Magnitude, Score, Sparsity, score, sparsity
 from ._rewrites import Measured, Rewrite
 from .calibrate._seen import Seen
@@ -112,6 +112,9 @@ class Quantize:
         notes += [f"{count} tensors: {note}" for note, count in refit.items()]
         if self.activations is not None and any(row.kind == "experts" for row in marked.values()):
             notes.append("fused experts: weights only, their activations stay as they are")
+        wide = [row for row in marked.values() if _tensorwide(row.weights)]
+        for name, names in fused(wide).items():
+            marked[name] = replace(marked[name], shares=names)
         if self.kv is not None and plan.kv is not None:
             raise ValueError(f"the KV cache is {plan.kv} by an earlier step; give kv once")
         return plan.update(marked, notes=tuple(notes), kv=self.kv or plan.kv)
@@ -147,10 +150,14 @@ class Quantize:
         if row.weights is None or weight.codes is not None:
             return weight
         if row.rounding is None:
-            return replace(weight, codes=encode(weight.value, row.weights))
+            return replace(weight, codes=encode_row(weight.value, row))
         pruned = None if weight.dense is None else weight.value
         codes, facts = row.rounding.codes(weight.value if weight.dense is None else weight.dense, row, seen, pruned)
         return replace(weight, codes=codes, facts={**weight.facts, **facts})
+
+
+def _tensorwide(fmt: Format | None) -> bool:
+    return isinstance(fmt, Block) and (fmt.size == "tensor" or fmt.tensor_scale is not None)
 
 
 def _tiled(fmt: Block, row: Row) -> Block:

@@ -148,7 +148,8 @@ def gptq(
 
     hessian [n, n]: the sum of x x^T over the layer's inputs. Scales are searched for each group as it comes, weighted
     by what an error in each column costs; for order "static" beforehand. keep [out, n]: False for weights that are
-    zero. tensor_scale: of formats that have one, where it is given from outside.
+    zero, as those become whose inputs never were anything else. tensor_scale: of formats that have one, where it is
+    given from outside.
     """
     grid = grid_of(fmt)
     out, n = weight.shape
@@ -159,7 +160,8 @@ def gptq(
     if found is None:
         return None
     upper, damp = found
-    weight = np.ascontiguousarray(weight, np.float32)
+    # an input that was never there says nothing of its weight
+    weight = np.where(diagonal == 0, 0, weight).astype(np.float32)
     second = grid.tensor_scale(float(np.abs(weight).max())) if tensor_scale is None else tensor_scale
     tables = _tables(grid, second)
     rest = (_ratios(fmt), fmt.zero_point)

@@ -23,6 +23,9 @@ from halfulp.compress import (
 from halfulp.compress._compress import plan_of
 from halfulp.compress._stream import StreamWriter
 from halfulp.compress.calibrate import Decoder, Seen, lockstep
+from halfulp.compress.methods._gptq import gptq as core_gptq
+from halfulp.compress.methods._grid import grid_of
+from halfulp.numerics import decode
 
 from .common import checkpoint, weights
 
@@ -208,13 +211,8 @@ def test_what_runs_is_what_is_written(tmp_path, source, monkeypatch):
     seen = Seen()
     for x in given:
         seen += Seen.of(x, {"second"})
-    from halfulp.compress.methods._gptq import gptq as core
-    from halfulp.compress.methods._grid import grid_of
-
     weight = calm()["model.layers.1.self_attn.q_proj.weight"]
-    codes = core(weight.numpy(), seen.second.numpy(), grid_of("int4:g16").fmt).quantized()
-    from halfulp.numerics import decode
-
+    codes = core_gptq(weight.numpy(), seen.second.numpy(), grid_of("int4:g16").fmt).quantized()
     got = model.model.layers[1].self_attn.q_proj.weight
     assert (decode(codes) == got).float().mean() > 0.995  # the order of a sum may differ
 
@@ -428,3 +426,54 @@ def test_a_rewrite_after_rounding_is_refused_and_a_measured_one_wants_its_calibr
         compress(source, chain(smooth(0.5), quantize("int4:g16")), tmp_path / "out")
     assert plan_of(open_checkpoint(source), chain(smooth(0.5), quantize("int4:g16"))).rows
     assert not list(tmp_path.iterdir())
+
+
+# scales that runtimes share
+
+
+@pytest.mark.parametrize(
+    "step", [quantize("nvfp4"), gptq("nvfp4"), quantize("e4m3fn:tensor")], ids=["nearest", "gptq", "tensor"]
+)
+def test_layers_that_run_as_one_have_one_tensor_scale(tmp_path, step):
+    tensors = calm()
+    tensors["model.layers.0.self_attn.k_proj.weight"] *= 9
+    tensors["model.layers.1.mlp.up_proj.weight"] *= 9
+    folder = checkpoint(tmp_path / "model", dtype=torch.float32, tensors=tensors)
+    compress(folder, step, tmp_path / "out", calibration=calibration(sequences()) if step.rounding else None)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    key = "weight_scale" if "tensor" in str(step.weights) else "weight_global_scale"
+    for layer in range(2):
+        for group in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
+            scales = [written[f"model.layers.{layer}.{name}.{key}"] for name in group]
+            assert all(torch.equal(scales[0], other) for other in scales)
+    alone = written[f"model.layers.0.self_attn.o_proj.{key}"]
+    assert not torch.equal(alone, written[f"model.layers.0.self_attn.q_proj.{key}"])
+    # the weights mean what they meant
+    for name, parameter in load(tmp_path / "out").named_parameters():
+        if name.endswith("_proj.weight"):
+            assert float((parameter.detach() - tensors[name]).norm() / tensors[name].norm()) < 0.25
+
+
+def test_formats_that_differ_share_nothing():
+    steps = chain(quantize("nvfp4", targets="*.q_proj"), quantize("int4:g16"))
+    shapes = {f"model.layers.0.self_attn.{p}_proj.weight": (16, 16) for p in "qkv"}
+    assert not any(row.shares for row in plan_of(shapes, steps).rows)
+    assert len(plan_of(shapes, quantize("nvfp4")).rows[0].shares) == 3
+
+
+def test_layers_are_calibrated_on_the_rounded_inputs_that_they_will_have(tmp_path, source):
+    ids = sequences()
+    step = gptq("int8:channel", activations="int4:token")
+    compress(source, step, tmp_path / "out", calibration=calibration(ids))
+    model, seen = load(tmp_path / "out"), Seen()
+    given = []
+    model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda m, args: given.append(args[0]))
+    with torch.inference_mode():
+        for row in ids:
+            model(row[None])
+    for x in given:
+        seen += Seen.of(x, {"second"})
+    weight = calm()["model.layers.1.mlp.down_proj.weight"]
+    want = core_gptq(weight.numpy(), seen.second.numpy(), grid_of("int8:channel").fmt)
+    got = model.model.layers[1].mlp.down_proj.weight
+    assert (decode(want.quantized()) == got).float().mean() > 0.98
