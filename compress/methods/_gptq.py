@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from scipy.linalg.lapack import dpotrf, dtrtri
 
 from ...numerics import Block, Quantized
 from ._grid import Grid, element_codes, grid_of, scale_codes
@@ -61,19 +62,19 @@ def factor(hessian: np.ndarray, damp: float, most: float = 1.0) -> tuple[np.ndar
     Damping is a share of the mean diagonal, and grows by tens until the matrix is positive; None past ``most``, and
     for a Hessian of zeros or with NaN.
     """
-    h = torch.as_tensor(hessian, dtype=torch.float64)
-    mean = float(h.diagonal().mean())
-    if not math.isfinite(mean) or mean <= 0 or not bool(torch.isfinite(h).all()):
+    mean = float(np.diagonal(hessian).mean())
+    if not math.isfinite(mean) or mean <= 0 or not np.isfinite(hessian).all():
         return None
-    places = torch.arange(len(h))
+    places = np.arange(len(hessian))
     while damp <= most:
-        damped = h.clone()
-        damped[places, places] += damp * mean
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        # backwards: where H is R R^T with an upper R, the factor of its inverse is R^-1
+        a = np.array(hessian[::-1, ::-1], np.float64, order="F")
+        a[places, places] += damp * mean
+        a, failed = dpotrf(a, lower=True, clean=True, overwrite_a=True)
         if not failed:
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not failed and bool(torch.isfinite(upper).all()):
-                return upper.numpy(), damp
+            a, failed = dtrtri(a, lower=True, overwrite_c=True)
+            if not failed and np.isfinite(a).all():
+                return a[::-1, ::-1], damp
         damp = max(damp, 1e-4) * 10
     return None
 
@@ -159,15 +160,16 @@ def gptq(
     found = factor(hessian[np.ix_(walk, walk)], damp)
     if found is None:
         return None
-    upper, damp = found
+    damp = found[1]
     # an input that was never there says nothing of its weight
     weight = np.where(diagonal == 0, 0, weight).astype(np.float32)
     second = grid.tensor_scale(float(np.abs(weight).max())) if tensor_scale is None else tensor_scale
     tables = _tables(grid, second)
     rest = (_ratios(fmt), fmt.zero_point)
     fit = order != "static"
-    cost = 1 / np.diagonal(upper) ** 2 if fit else diagonal + damp * diagonal.mean()
-    upper = upper.astype(np.float32)
+    cost = 1 / np.diagonal(found[0]) ** 2 if fit else diagonal + damp * diagonal.mean()
+    upper = np.ascontiguousarray(found[0], np.float32)
+    del found
     index = np.empty((out, n), np.int32)
     scale, shift = np.zeros((2, out, group[-1] + 1))
 
@@ -226,7 +228,7 @@ def sparse(
     found = factor(hessian, damp)
     if found is None:
         return None
-    upper = found[0].astype(np.float32)
+    upper = np.ascontiguousarray(found[0], np.float32)
     result = np.array(weight, np.float32)
     keep = np.empty(weight.shape, bool)
 

@@ -14,7 +14,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .compress import chain, compress, load, open_checkpoint, plan_of, prune, quantize, text
+    from .compress import (
+        awq,
+        calibration,
+        chain,
+        compress,
+        gptq,
+        load,
+        open_checkpoint,
+        plan_of,
+        prune,
+        quantize,
+        rotate,
+        smooth,
+        text,
+    )
     from .eval import analyze
     from .numerics import (
         Block,
@@ -57,7 +71,7 @@ _WHERE = {
         "decode describe dot emulate emulate_jax encode error_report error_stats fake_quantize format matmul "
         "optimal_clip pack quantize_optimizer quantize_updates scaled_step unpack"
     ),
-    "compress": "chain compress load open_checkpoint plan_of prune quantize text",
+    "compress": ("awq calibration chain compress gptq load open_checkpoint plan_of prune quantize rotate smooth text"),
     "eval": "analyze",
 }
 _HOMES = {name: package for package, names in _WHERE.items() for name in names.split()}
@@ -77,7 +91,9 @@ __all__ = [
     "Stochastic",
     "accumulator",
     "analyze",
+    "awq",
     "best_format",
+    "calibration",
     "cast",
     "chain",
     "compress",
@@ -91,6 +107,7 @@ __all__ = [
     "error_stats",
     "fake_quantize",
     "format",
+    "gptq",
     "load",
     "matmul",
     "open_checkpoint",
@@ -101,7 +118,9 @@ __all__ = [
     "quantize",
     "quantize_optimizer",
     "quantize_updates",
+    "rotate",
     "scaled_step",
+    "smooth",
     "text",
     "unpack",
 ]
