@@ -2,7 +2,6 @@
 
 from ._block import Quantized
 from ._cast import cast, decode, encode, pack, unpack
-from ._fast_threads import set_threads
 from ._format import Block, Codebook, Fixed, Float, Format, Int, Log, Posit, p3109
 from ._learn import learn_codebook
 from ._names import ALIASES, NAMED, format
@@ -43,6 +42,7 @@ from .analysis import (
     values_of,
 )
 from .compatibility import PROFILES, CastProfile, CastRule, microxcaling
+from .fast import set_threads
 from .training import (
     Cast,
     LossScale,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import _fast
+from . import fast
 from ._backend import Array, Backend, Numpy, backend
 from ._block import Quantized, decode_block
 from ._codec import decode_scalar, encode_parts, narrow_codes
-from ._fast_traced import nearest_even
 from ._format import Block, Format, Table
 from ._names import format as read_format
 from ._pack import Packed, pack_quantized, unpack_quantized
@@ -58,7 +57,7 @@ def encode(
     x = chosen.prepare(xp, x)
     if isinstance(fmt, Block):
         _check_block(fmt, x, policy)
-    if (quick := _fast.encode(xp, x, fmt, policy, _encode_float32)) is not None:
+    if (quick := fast.encode(xp, x, fmt, policy, _encode_float32)) is not None:
         return quick
     if isinstance(fmt, Block):
         return encode_rows(xp, x, fmt, policy)
@@ -114,7 +113,7 @@ def decode(codes: Any, fmt: Format | str | None = None, *, dtype: Any = None) ->
     if isinstance(codes, Quantized):
         xp, _ = backend(codes.codes)
         wide = _width(dtype)
-        quick = _fast.decode_quantized(xp, codes) if wide == 32 else None
+        quick = fast.decode_quantized(xp, codes) if wide == 32 else None
         return decode_rows(xp, codes, wide) if quick is None else quick
     if fmt is None:
         raise ValueError("decode needs the format of the codes, such as decode(codes, 'e4m3fn')")
@@ -123,7 +122,7 @@ def decode(codes: Any, fmt: Format | str | None = None, *, dtype: Any = None) ->
         raise ValueError(f"decode of {fmt} takes the Quantized that encode returned, not bare codes")
     xp, codes = backend(codes)
     wide = _width(dtype)
-    if wide == 32 and (quick := _fast.decode(xp, codes, fmt)) is not None:
+    if wide == 32 and (quick := fast.decode(xp, codes, fmt)) is not None:
         return quick
     return by_pieces(xp, codes, lambda piece: decode_scalar(xp, piece, fmt, wide))
 
@@ -165,15 +164,15 @@ def cast(
     written to: ``jax.jit(functools.partial(cast, fmt=fmt), donate_argnums=0)`` reuses x's memory. Raises ValueError
     for an ``out`` that cannot take the result, or overlaps x in part.
     """
-    if _fast.compiling(x):
-        from ._fast_compiled import cast as compiled_cast
+    if fast.compiling(x):
+        from .fast._compiled import cast as compiled_cast
 
         return compiled_cast(x, out, fmt, rounding, overflow, nan, zero, profile)
     chosen = resolve(fmt, profile, rounding, overflow, nan, zero)
     xp, x = backend(x)
     dtype = x.dtype if xp.is_float(x) else None
     if out is not None:
-        _fast.check_out(xp, out, x, xp.floats[32] if dtype is None else dtype)
+        fast.check_out(xp, out, x, xp.floats[32] if dtype is None else dtype)
     if (emulation := chosen.emulate()) is not None:
         return _placed(xp, emulation(x), out)
     fmt, policy = chosen.format, chosen.policy
@@ -186,7 +185,7 @@ def cast(
     if isinstance(fmt, Block):
         _check_block(fmt, x, policy)
     if dtype is None or x.dtype == dtype:
-        quick = _fast.cast(xp, x, fmt, policy, out, _encode_float32)
+        quick = fast.cast(xp, x, fmt, policy, out, _encode_float32)
         if quick is not None:
             return quick
     if isinstance(fmt, Block):
@@ -197,7 +196,7 @@ def cast(
         return _placed(xp, encode_rows(xp, x, fmt, policy, numbers).codes, out)
 
     def number(piece: Array, drawn: Draws | None) -> Array:
-        if xp.traces and wide == 32 and (near := nearest_even(xp, xp.source(piece), fmt, policy)) is not None:
+        if xp.traces and wide == 32 and (near := fast.nearest_even(xp, xp.source(piece), fmt, policy)) is not None:
             return own(near)
         return own(decode_scalar(xp, _encode_scalar(xp, piece, fmt, policy, drawn), fmt, wide))
 

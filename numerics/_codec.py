@@ -72,11 +72,15 @@ def _encode_float(xp: Backend, a: Parts, fmt: Float, ends: Ends, rounding: Round
         code = select(below, tiny, code if fmt.zero else code - (1 << m))
     if fmt.exponent + m > 30 and wide == 32:  # what lies above the largest code wraps around
         code = select(code >> 31, 2**31 - 1, code)
-    if ends.over in (fmt.max_code, fmt.max_code + 1):
-        code = xp.clip(code, 0, ends.over)
+    over, over_negative = ends.over
+    if over != over_negative:
+        signed_over = select(a.negative, over_negative, over + 0 * code)
+        code = select(less(fmt.max_code, code, wide), signed_over, code)
+    elif over in (fmt.max_code, fmt.max_code + 1):
+        code = xp.clip(code, 0, over)
     else:
-        code = select(less(fmt.max_code, code, wide), ends.over, code)
-    if ends.infinite != ends.over:
+        code = select(less(fmt.max_code, code, wide), over, code)
+    if ends.over != (ends.infinite, ends.infinite):
         code = select(less(FAR // 2, a.exponent, wide), ends.infinite, code)
     if not fmt.signed:
         under = a.negative & less(0, code if fmt.zero else a.significand, wide)
@@ -149,7 +153,7 @@ def decode_table(fmt: Scalar, wide: int) -> np.ndarray:
 def decode_scalar(xp: Backend, code: Array, fmt: Scalar, wide: int) -> Array:
     """Codes to float32 or float64 (``wide``); exact, or rounded once where float32 is too narrow."""
     if xp.traces and wide == 32:
-        from ._fast_traced import decoded  # which reads this file in its turn
+        from .fast import decoded  # which reads this file in its turn
 
         if (values := decoded(xp, wide_codes(xp, code), fmt)) is not None:
             return values

@@ -148,12 +148,13 @@ def encode(
     if isinstance(fmt, Fixed):
         return _encode_fixed(fmt, x, negative, rounding, overflow == "wrap", zero)
     if overflow is None:
-        overflow = "inf" if fmt.inf else "saturate"
+        overflow = "ieee" if fmt.inf else "saturate"
     limits = {"saturate": fmt.max_code, "saturate_finite": fmt.max_code, "inf": fmt.inf_code, "nan": fmt.nan_code}
+    limits["ieee"] = fmt.max_code if _stays_finite(rounding, negative) else fmt.inf_code
     limit = limits[overflow]
     assert limit is not None
     if isinstance(x, float) and math.isinf(x):
-        code = fmt.inf_code if overflow == "saturate_finite" else limit
+        code = fmt.inf_code if overflow in ("ieee", "saturate_finite") else limit
         assert code is not None
     else:
         code = nearest(fmt, abs(Fraction(x)), negative, rounding, fmt.max_code + 1)
@@ -166,6 +167,12 @@ def encode(
     if negative and (code or (fmt.negative_zero and zero == "signed")):
         code |= 2 ** (fmt.bits - 1)
     return code
+
+
+def _stays_finite(rounding: Rounding, negative: bool) -> bool:
+    """Whether a number too large becomes the largest: by rounding toward zero, or away from its own infinity (IEEE
+    754-2019 section 7.4); by rounding to odd too."""
+    return rounding in ("toward_zero", "to_odd", "up" if negative else "down")
 
 
 def nearest(fmt: Float | Fixed, x: Fraction, negative: bool, rounding: Rounding, last: int) -> int:

@@ -9,7 +9,7 @@ from ._format import Block, Codebook, Fixed, Float, Format, Log, Posit
 from ._random import Stochastic
 from ._rounding import ROUNDINGS
 
-OVERFLOWS = ("saturate", "saturate_finite", "inf", "nan", "wrap")
+OVERFLOWS = ("ieee", "saturate", "saturate_finite", "inf", "nan", "wrap")
 NANS = ("zero", "max")
 ZEROS = ("signed", "positive")
 
@@ -19,13 +19,24 @@ class Policy:
     """How numbers become those of a format.
 
     >>> Policy(overflow="nan").ends(Float(4, 3, inf=False)).over
-    127
+    (127, 127)
+    >>> [Policy(mode).ends(Float(5, 10)).over == (0x7C00, 0x7BFF) for mode in ("nearest_even", "up", "toward_zero")]
+    [False, True, False]
 
     ``rounding``: one of `ROUNDINGS` or a `Stochastic`. A value is rounded first and tested for overflow then.
-    ``overflow``: "saturate" (the largest number; infinities too), "saturate_finite" (infinities stay), "inf",
-    "nan" (infinities too), "wrap" (integers modulo 2**bits; infinities become 0). Default: "inf" where the
-    format has infinities, else "saturate"; "saturate_finite" for posits, where infinity becomes NaR. Below the
-    range of an unsigned format counts as overflow, where saturating gives the lowest number.
+    ``overflow``: what becomes of a number that rounds beyond the largest:
+
+    - "ieee": infinity to nearest and in stochastic rounding; under a directed rounding infinity on the side it leads
+      to, the largest number on the other: "toward_zero" and "to_odd" always the largest, "up" that of negative
+      numbers, "down" that of positive ones. Infinities stay. (IEEE 754-2019 section 7.4; rounding to odd, which is
+      not in it, as by Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", IEEE Trans. Comput. 2008.)
+    - "inf": infinity, whatever the rounding;
+    - "saturate": the largest number, also of infinities; "saturate_finite": infinities stay;
+    - "nan": NaN, also of infinities; "wrap": integers modulo 2**bits, of infinities 0.
+
+    Default: the first that `overflow_choices` has: "ieee" where the format has infinities, else "saturate";
+    "saturate_finite" for posits, where infinity becomes NaR. Below the range of an unsigned format counts as
+    overflow, where saturating, "ieee" and "inf" give the lowest number.
     ``nan``: None (NaN and its sign stay where the format has them, else 0), "zero" or "max" for formats
     without NaN; or the code itself, or a pair of codes, for NaN without and with the sign bit set.
     ``zero``: "signed" (-0 and what rounds to it stay -0 where the format has it) or "positive".
@@ -51,18 +62,19 @@ class Policy:
 
     def ends(self, fmt: Format) -> Ends:
         """The codes that the policy comes to for a scalar format; ValueError for what it cannot express."""
-        return _ends(fmt, self.overflow, self.nan, self.zero)
+        return _ends(fmt, self)
 
 
 class Ends(NamedTuple):
     """Codes for what is no ordinary number.
 
-    ``over`` and ``infinite``: magnitudes, without sign, of what is too large and of infinity. ``under``: code
-    of what is below the range of an unsigned format. ``nan``: codes of NaN without and with the sign bit.
+    ``over``: magnitude, without sign, of what is too large, for numbers without and with the sign bit;
+    ``infinite``: of infinity. ``under``: code of what is below the range of an unsigned format. ``nan``: codes of
+    NaN without and with the sign bit.
     ``negative_zero``: whether zero keeps its sign. ``wrap``: integers go around instead.
     """
 
-    over: int
+    over: tuple[int, int]
     infinite: int
     under: int
     nan: tuple[int, int]
@@ -71,36 +83,45 @@ class Ends(NamedTuple):
 
 
 def overflow_choices(fmt: Format) -> tuple[str, ...]:
-    """The overflow policies that the format can express."""
+    """The overflow policies that the format can express, the default first."""
     if isinstance(fmt, Posit):
         return ("saturate_finite", "saturate")
     if not isinstance(fmt, Float):
         return ("saturate", "wrap") if isinstance(fmt, Fixed) and not fmt.sign_magnitude else ("saturate",)
-    infinite = ("saturate_finite", "inf") if fmt.inf_code is not None else ()
-    return ("saturate", *infinite, *(("nan",) if fmt.nan_code is not None else ()))
+    nan = ("nan",) if fmt.nan_code is not None else ()
+    return ("saturate", *nan) if fmt.inf_code is None else ("ieee", "saturate", "saturate_finite", "inf", *nan)
 
 
-def _ends(fmt: Format, overflow: str | None, nan: Any, zero: str) -> Ends:
+# the directed roundings whose overflow is infinity above and below the range
+_TO_INFINITY = {"toward_zero": (False, False), "to_odd": (False, False), "up": (True, False), "down": (False, True)}
+
+
+def _ends(fmt: Format, policy: Policy) -> Ends:
     assert not isinstance(fmt, Block)
     choices = overflow_choices(fmt)
-    if overflow is None:
-        overflow = "inf" if "inf" in choices else choices[0]
+    overflow, zero = policy.overflow or choices[0], policy.zero
     if overflow not in choices:
         raise ValueError(f"overflow={overflow!r} is not possible for {fmt}: choose {', '.join(map(repr, choices))}")
-    nans = _nan_codes(fmt, nan)
+    nans = _nan_codes(fmt, policy.nan)
     if isinstance(fmt, Float):
+        negative_zero = zero == "signed" and bool(fmt.negative_zero)
+        if overflow == "ieee":
+            assert fmt.inf_code is not None
+            far = _TO_INFINITY.get(policy.rounding) if isinstance(policy.rounding, str) else None
+            above, below = (fmt.inf_code if to else fmt.max_code for to in far or (True, True))
+            return Ends((above, below), fmt.inf_code, 0, nans, negative_zero, False)
         over = {"inf": fmt.inf_code, "nan": fmt.nan_code}.get(overflow, fmt.max_code)
         infinite = fmt.inf_code if overflow == "saturate_finite" else over
         assert over is not None
         assert infinite is not None
-        under = over if overflow == "nan" else 0
-        return Ends(over, infinite, under, nans, zero == "signed" and bool(fmt.negative_zero), False)
+        return Ends((over, over), infinite, over if overflow == "nan" else 0, nans, negative_zero, False)
     if isinstance(fmt, Fixed):
         negative_zero = fmt.sign_magnitude and zero == "signed"
-        return Ends(fmt.high, 0 if overflow == "wrap" else fmt.high, 0, nans, negative_zero, overflow == "wrap")
+        wrap = overflow == "wrap"
+        return Ends((fmt.high, -fmt.low), 0 if wrap else fmt.high, 0, nans, negative_zero, wrap)
     top = len(fmt.values) - 1 if isinstance(fmt, Codebook) else fmt.max_code
     infinite = fmt.nan_code if isinstance(fmt, Posit) and overflow == "saturate_finite" else top
-    return Ends(top, infinite, 0, nans, zero == "signed" and isinstance(fmt, Log) and fmt.signed, False)
+    return Ends((top, top), infinite, 0, nans, zero == "signed" and isinstance(fmt, Log) and fmt.signed, False)
 
 
 def _nan_codes(fmt: Any, nan: Any) -> tuple[int, int]:

@@ -11,38 +11,17 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic as _intrinsic
+from numba import types
+
+from ..fast._words import compiled, intrinsic, long_real, long_word
 
 Array = Any
-intrinsic: Any = _intrinsic  # numba's types do not say what a decorated function is called with
-compiled: Any = njit(cache=True, nogil=True, error_model="numpy")
 
 MODES = ("nearest_even", "nearest_away", "nearest_zero", "toward_zero", "up", "down", "to_odd")
 """Roundings by number, as the loops know them."""
 
 _EXPONENT = 0x7FF0000000000000
 _TWO_BIASES = 2046 << 52
-
-
-@intrinsic
-def bits_of(typing: Any, x: Any) -> Any:
-    """The bits of a float64."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.IntType(64))
-
-    return types.int64(types.float64), generate
-
-
-@intrinsic
-def float_of(typing: Any, x: Any) -> Any:
-    """The float64 with these bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.DoubleType())
-
-    return types.float64(types.int64), generate
 
 
 def _instruction(name: str) -> Any:
@@ -97,13 +76,13 @@ cut_toward_zero, cut_down, cut_nearest = (_cut_four(f"llvm.{name}") for name in 
 @compiled
 def power_of(x: float) -> float:
     """``2**floor(log2|x|)``; 0 for 0, infinity for infinity and NaN."""
-    return float_of(bits_of(x) & _EXPONENT)
+    return long_real(long_word(x) & _EXPONENT)
 
 
 @compiled
 def inverse(power: float) -> float:
     """1 / power, of a power of two."""
-    return float_of(_TWO_BIASES - bits_of(power))
+    return long_real(_TWO_BIASES - long_word(power))
 
 
 @compiled
@@ -176,10 +155,10 @@ def add_columns(acc: Array, x: Array, n: int) -> None:
         s = a + b
         v = s - a
         error = (a - (s - v)) + (b - v)
-        bits = bits_of(s)
-        step = 1 - 2 * (((bits ^ bits_of(error)) >> 63) & 1)
+        bits = long_word(s)
+        step = 1 - 2 * (((bits ^ long_word(error)) >> 63) & 1)
         inexact = (error > 0.0) | (error < 0.0)  # false for NaN, the error of an infinite sum
-        acc[j] = float_of(bits + (step if inexact & ((bits & 1) == 0) else 0))
+        acc[j] = long_real(bits + (step if inexact & ((bits & 1) == 0) else 0))
 
 
 def target_of(fmt: Any, overflow: str | None = None, flush: bool = False, positive: bool = False) -> tuple[float, ...]:

@@ -86,7 +86,8 @@ class Sequential:
     ('bf16', 'fp32:product=fp32')
 
     ``product=None`` adds the exact product (a fused multiply-add); a format rounds the product to it first.
-    ``overflow`` as in `cast`: "inf" where the format has infinities, else "saturate". ``flush=True``: a result
+    ``overflow``: as in `cast`, but by default "inf" where the format has infinities, also of sums that are rounded
+    toward zero, as matrix units have it; else "saturate". ``flush=True``: a result
     below the smallest normal number becomes a zero of its sign. c is rounded to the format before it starts.
     Raises ValueError for a format that cannot hold a sum: at most 24 bits of significand, within float32.
     """

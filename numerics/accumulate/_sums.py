@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ._parts import Array, add_columns, bits_of, compiled, fma, inverse, round_columns, trunc
+from ..fast._words import compiled, long_word
+from ._parts import Array, add_columns, fma, inverse, round_columns, trunc
 
 TILE = 512
 
@@ -220,7 +221,7 @@ def _join(bins: Array, digits: Array, units: Array) -> float:
     count = units.size
     width = 0
     if count > 1:
-        width = int((bits_of(units[1]) - bits_of(units[0])) >> 52)
+        width = int((long_word(units[1]) - long_word(units[0])) >> 52)
     carry = 0
     for u in range(count):
         value = int(bins[u]) + carry

@@ -76,9 +76,11 @@ def referee(fmt, x, rounding, overflow):
         value = np.where(np.isinf(x), np.where(negative, fmt.low, fmt.high), value)
         return value % 2**fmt.bits
     over = {"saturate": fmt.max_code, "saturate_finite": fmt.max_code, "inf": fmt.inf_code, "nan": fmt.nan_code}
+    away = {"toward_zero": size < 0, "to_odd": size < 0, "up": ~negative, "down": negative}  # is infinity that way?
+    over["ieee"] = np.where(away.get(rounding, True), fmt.inf_code, fmt.max_code) if fmt.inf else None
     limit = over[overflow]
     code = np.where((code > fmt.max_code) | np.isinf(x), limit, code)
-    if overflow == "saturate_finite":
+    if overflow in ("saturate_finite", "ieee"):
         code = np.where(np.isinf(x), fmt.inf_code, code)
     if not fmt.signed:
         lost = negative & ((code != 0) if fmt.zero else (x != 0))
@@ -90,10 +92,10 @@ def referee(fmt, x, rounding, overflow):
 
 
 def pairs(fmt):
-    """Every rounding under the default overflow, every overflow policy under the default rounding."""
-    overflows = [o for o in overflow_choices(fmt) if o != "wrap"]
-    default = "inf" if "inf" in overflows else "saturate"
-    return [(r, default) for r in hn.ROUNDINGS] + [("nearest_even", o) for o in overflows if o != default]
+    """Every rounding under the default overflow and to infinity, every overflow policy under the default rounding."""
+    default, *overflows = [o for o in overflow_choices(fmt) if o != "wrap"]
+    directed = [(r, "inf") for r in ("toward_zero", "up", "down", "to_odd") if "inf" in overflows]
+    return [(r, default) for r in hn.ROUNDINGS] + directed + [("nearest_even", o) for o in overflows]
 
 
 @pytest.mark.parametrize("source", INPUTS)

@@ -55,6 +55,11 @@ def test_every_code_and_rounding_as_in_gfloat(fmt):
     overflow = "inf" if fmt.inf else "nan"
     theirs = round_ndarray(info, x, RoundMode.TiesToEven, sat=False)
     assert np.array_equal(hn.cast(x, fmt, overflow=overflow), theirs, equal_nan=True)
+    if fmt.inf:
+        x = np.concatenate([x, [np.inf, -np.inf]]) if fmt.signed else np.append(x, np.inf)
+        for mode, peer in GFLOAT_MODES.items():  # its overflow without saturation is IEEE's too
+            theirs = round_ndarray(info, x, getattr(RoundMode, peer), sat=False)
+            assert np.array_equal(hn.cast(x, fmt, rounding=mode), theirs), mode
 
 
 @pytest.mark.parametrize("fmt", EVERY, ids=str)

@@ -167,6 +167,9 @@ def test_codes_are_the_librarys(profile, fmt):
         theirs = THEIRS[profile](x, fmt)
         ours = hn.encode(x, fmt, profile=profile)
         wrong = (ours != theirs) & ~known_difference(profile, fmt, x)
+        if (profile, fmt, kind) == ("jax", "fp16", "float64"):
+            # XLA goes over float32 but on processors with AVX512-FP16, where it rounds once
+            wrong &= theirs != hn.encode(x, fmt)
         if fmt in ("bf16", "fp16"):  # of NaN only that it is one
             wrong &= ~(np.isnan(hn.decode(ours, fmt)) & np.isnan(hn.decode(theirs.astype(ours.dtype), fmt)))
         some = np.flatnonzero(wrong)[:5]

@@ -14,8 +14,8 @@ from functools import partial
 
 import numpy as np
 
-from ._fast_lanes import choose, ints, load, store
-from ._fast_words import Array, compiled
+from ._lanes import choose, ints, load, store
+from ._words import Array, compiled
 
 _SHIFT = 16  # the bits under a cell's
 _FEW = 20  # stretches that are compared with one by one

@@ -9,19 +9,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ._backend import Array, Numpy
-from ._codec import code_bits
-from ._codec import decode_scalar as decode_text
-from ._fast_arrays import EXACT, ODD, Memory, new
-from ._fast_plan import Plan, plan
-from ._fast_posit import posits, steps
-from ._fast_round import rounder
-from ._fast_table import Table, compare, look_up, pick, search, table
-from ._fast_threads import share
-from ._fast_words import INFINITY, from_bfloat16, from_float16, odd_from_double
-from ._format import Float, Scalar
-from ._policy import Policy
-from ._random import Stochastic
+from .._backend import Array, Numpy
+from .._codec import code_bits
+from .._codec import decode_scalar as decode_text
+from .._format import Float, Scalar
+from .._policy import Policy
+from .._random import Stochastic
+from ._arrays import EXACT, ODD, Memory, new
+from ._plan import Plan, plan
+from ._posit import posits, steps
+from ._round import rounder
+from ._table import Table, compare, look_up, pick, search, table
+from ._threads import share
+from ._words import INFINITY, from_bfloat16, from_float16, odd_from_double
 
 PIECE = 1 << 15  # elements converted at a time: they and their results fit the second-level cache
 DIRECT = 1 << 18  # elements of float32 that a loop is given at a time, where nothing is in between
@@ -42,7 +42,7 @@ class Rounder(Protocol):
 
 
 class ByArithmetic:
-    """`Rounder` by `_fast_round`."""
+    """`Rounder` by `_round`."""
 
     def __init__(self, found: Plan, rule: Any) -> None:
         self.plan, self.bits = found, found.bits
@@ -66,7 +66,7 @@ class ByArithmetic:
 
 
 class ByPosit:
-    """`Rounder` by `_fast_posit`."""
+    """`Rounder` by `_posit`."""
 
     mantissa = 24
 
@@ -81,7 +81,7 @@ class ByPosit:
 
 
 class ByTable:
-    """`Rounder` by `_fast_table`."""
+    """`Rounder` by `_table`."""
 
     mantissa = 24  # no source but float32 and what is exact in it
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from ._backend import Array, Numpy
-from ._block import targets, tensor_scale
-from ._codec import code_bits
-from ._fast_block import ScaleSteps, ScaleValues
-from ._fast_element import Lattice, Range
-from ._fast_plan import known, plan, power
-from ._fast_power import places
-from ._fast_scalar import TYPES, ByArithmetic, Encode, Rounder, find_rounder, saturating
-from ._format import Block, Fixed, Float, Table, min_positive_code
-from ._policy import Policy
-from ._random import Stochastic
-from ._scales import ScaleRule, scale_rule
+from .._backend import Array, Numpy
+from .._block import targets, tensor_scale
+from .._codec import code_bits
+from .._format import Block, Fixed, Float, Table, min_positive_code
+from .._policy import Policy
+from .._random import Stochastic
+from .._scales import ScaleRule, scale_rule
+from ._block import ScaleSteps, ScaleValues
+from ._element import Lattice, Range
+from ._plan import known, plan, power
+from ._power import places
+from ._scalar import TYPES, ByArithmetic, Encode, Rounder, find_rounder, saturating
 
 _KNOWN = {"element", "size", "scale", "rule", "axis", "zero_point", "tensor_scale", "division"}
 _RULE = {"rounding", "to_emax", "stretch", "round_amax", "midway", "zero", "search", "targets", "meaning"}
@@ -31,8 +31,8 @@ class BlockPlan:
     """Parameters of the loops for a block format under a policy.
 
     ``steps``, ``values``: of the scale (`ScaleSteps`, `ScaleValues` but for the tensor scale). ``fused``: whether
-    `_fast_element.nearest` does the elements, with ``lattice`` and ``bounds``; else ``rounder`` does, after
-    division, ``rounded`` to nearest or to odd. ``places``: of scales that `_fast_power` finds.
+    `_element.nearest` does the elements, with ``lattice`` and ``bounds``; else ``rounder`` does, after
+    division, ``rounded`` to nearest or to odd. ``places``: of scales that `_power` finds.
     """
 
     fmt: Block

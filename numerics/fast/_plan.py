@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ._backend import Array, Numpy
-from ._codec import code_bits, decode_scalar
-from ._format import Fixed, Float, Int, Scalar
-from ._policy import Policy
-from ._random import Stochastic
+from .. import _oracle
+from .._backend import Array, Numpy
+from .._codec import code_bits, decode_scalar
+from .._format import Fixed, Float, Int, Scalar
+from .._policy import Policy
+from .._random import Stochastic
 
 # what is known of a format here; a field that is not makes it unknown
 _KNOWN = {
@@ -36,7 +37,7 @@ _INFINITY = 0xFF << 23
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Rounding by `_fast_round`: which of its loops, with which parameters, for numbers and for codes.
+    """Rounding by `_round`: which of its loops, with which parameters, for numbers and for codes.
 
     ``bits``: of the unsigned integers that hold codes. ``random``: the mode's numbers, but for the seed.
     """
@@ -64,12 +65,16 @@ def known(fmt: Any) -> type | None:
 
 def numbers_of(fmt: Scalar, codes: list[int]) -> list[int]:
     """The bits of the float32 numbers that these codes stand for."""
+    if fmt.bits <= 16:  # as in the text's table, which is not made for these few
+        values = np.array([float(_oracle.decode(fmt, code)) for code in codes])
+        with np.errstate(over="ignore"):
+            return [int(b) for b in values.astype(np.float32).view(np.uint32)]
     table = np.array(codes, np.uint64).astype({8: np.uint8, 16: np.uint16, 32: np.uint32}[code_bits(fmt)])
     return [int(b) for b in decode_scalar(Numpy, table, fmt, 32).view(np.uint32)]
 
 
 def _steps(fmt: Any, kind: type) -> Any:
-    from ._fast_round import Steps
+    from ._round import Steps
 
     if kind is Fixed:
         top = max(fmt.high, -fmt.low).bit_length()
@@ -110,8 +115,8 @@ def _ways(fmt: Any, kind: type) -> tuple[bool, bool, bool]:
 
 
 def _ends(fmt: Any, kind: type, policy: Policy) -> tuple[Any, Any] | None:
-    """`_fast_round.Ends` for numbers and for codes."""
-    from ._fast_round import Ends
+    """`_round.Ends` for numbers and for codes."""
+    from ._round import Ends
 
     ends = policy.ends(fmt)
     if ends.wrap:
@@ -130,7 +135,7 @@ def _ends(fmt: Any, kind: type, policy: Policy) -> tuple[Any, Any] | None:
             return None  # tells a negative number from -0 although both have the code 0
         sign = 1 << (fmt.bits - 1) if fmt.signed else 0
         signed = fmt.signed
-        over = (ends.over, ends.over | sign if signed else ends.under)
+        over = (ends.over[0], ends.over[1] | sign if signed else ends.under)
         infinite = (ends.infinite, ends.infinite | sign if signed else ends.under)
         most = (fmt.max_code, fmt.max_code if signed else 0)
         least, offset, negate = 0, 0, 0
@@ -162,7 +167,7 @@ def _bits(value: float) -> int:
 
 
 def plan(fmt: Scalar, policy: Policy) -> Plan | None:
-    """How the loops of `_fast_round` round to the format, or None where they cannot."""
+    """How the loops of `_round` round to the format, or None where they cannot."""
     rule = policy.rounding
     key = (f"random:{rule.bits}:{rule.threshold}") if isinstance(rule, Stochastic) else rule
     return _plan(fmt, key, policy.overflow, policy.nan, policy.zero)
@@ -170,7 +175,7 @@ def plan(fmt: Scalar, policy: Policy) -> Plan | None:
 
 @lru_cache(maxsize=512)
 def _plan(fmt: Any, rounding: str, overflow: Any, nan: Any, zero: str) -> Plan | None:
-    from ._fast_round import MODES, words_of
+    from ._round import MODES, words_of
 
     kind = known(fmt)
     if kind is None:
@@ -180,7 +185,8 @@ def _plan(fmt: Any, rounding: str, overflow: Any, nan: Any, zero: str) -> Plan |
     draw = rounding.startswith("random:")
     if not (level or (nearest if way == "nearest" else others)):
         return None
-    ends = _ends(fmt, kind, Policy(overflow=overflow, nan=nan, zero=zero))
+    mode = "nearest_even" if draw else rounding  # which random rounding overflows as
+    ends = _ends(fmt, kind, Policy(mode, overflow, nan, zero))
     if ends is None:
         return None
     steps = _steps(fmt, kind)
@@ -192,13 +198,12 @@ def _plan(fmt: Any, rounding: str, overflow: Any, nan: Any, zero: str) -> Plan |
             for end, for_codes in zip(ends, (False, True))
         )
     else:
-        mode = MODES[rounding]
-        values, codes = (words_of(steps, end, mode) for end in ends)
+        values, codes = (words_of(steps, end, MODES[rounding]) for end in ends)
     return Plan(way, level, values, codes, code_bits(fmt), steps.mantissa)
 
 
 def _draw(steps: Any, bits: int, rounded: bool, codes: bool) -> Any:
-    from ._fast_round import Draw
+    from ._round import Draw
 
     drop = 23 - steps.mantissa
     quantum = steps.low >> 23

@@ -7,7 +7,7 @@ One text, compiled for each way to round, for two kinds of formats, and for numb
 - the other modes, and random words, by adding to the significand before the dropped bits are cut off, in integers;
 - "level" formats, whose exponent range is float32's (bfloat16), drop as many bits everywhere.
 
-The formats and the policies are in the parameters (`_fast_plan`). Nothing here knows a format by name.
+The formats and the policies are in the parameters (`_plan`). Nothing here knows a format by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._fast_words import GROUP, HIDDEN, INFINITY, MAGNITUDE, Array, compiled, draw_words, left, part, real, right, word
+from ._words import (
+    GROUP,
+    HIDDEN,
+    INFINITY,
+    MAGNITUDE,
+    NEAR,
+    Array,
+    ask_on,
+    compiled,
+    draw_words,
+    left,
+    part,
+    real,
+    right,
+    word,
+)
 
 TILE = 1 << 11  # elements for which random words are drawn ahead: both fit the first-level cache
 
@@ -216,6 +231,8 @@ def rounder(way: str, level: bool, codes: bool) -> Any:
             bits = x.view(np.int32)
             for i in range(0, x.size, TILE):
                 n = min(TILE, x.size - i)
+                for j in range(0, TILE, NEAR):
+                    ask_on(bits, i + j)
                 group, skip = divmod(start + i, GROUP)
                 draw_words(words, group, (skip + n + GROUP - 1) // GROUP, k0, k1)
                 _span(
@@ -235,6 +252,9 @@ def rounder(way: str, level: bool, codes: bool) -> Any:
     def plain(x: Array, out: Array, p: Array) -> None:
         target = out if codes else out.view(np.int32)
         bits = x.view(np.int32)
-        _span(bits, target, bits, p, nearest, random, level, codes)
+        for i in range(0, x.size, NEAR):
+            ask_on(bits, i)
+            near = bits[i : i + NEAR]
+            _span(near, target[i : i + NEAR], near, p, nearest, random, level, codes)
 
     return plain

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._random import Stochastic
+from .._random import Stochastic
 
 _known: dict[str, dict[str, Any]] = {}
 
@@ -33,7 +33,7 @@ def _key(fmt: Any, rounding: Any, overflow: Any, nan: Any, zero: Any, profile: A
 
 @torch.library.custom_op("halfulp::cast", mutates_args=())
 def _cast(x: torch.Tensor, key: str) -> torch.Tensor:
-    from ._cast import cast as outside
+    from .._cast import cast as outside
 
     y = outside(x, **_known[key])
     return (y.clone() if y.data_ptr() == x.data_ptr() else y).contiguous()

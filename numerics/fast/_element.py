@@ -1,4 +1,4 @@
-"""Compiled loops over the elements of blocks, under the scales that `_fast_block` found.
+"""Compiled loops over the elements of blocks, under the scales that `_block` found.
 
 Elements are rounded to nearest from ``|x| * r`` in float32, ``r`` the reciprocal of the divisor: off by at most
 ``2**-23`` of it. Where that might matter, as the product is that near to the middle between two numbers of the
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._fast_block import amaxes, ranges, scales, spans
-from ._fast_block import points as zero_points
-from ._fast_lanes import LANES, any_of, choose, flags, floats, ints, load, most, reals, shift_right, store, whole, words
-from ._fast_words import INFINITY, MAGNITUDE, Array, apart, compiled, left, long_real, long_word, part, real, word
+from ._block import amaxes, ranges, scales, spans
+from ._block import points as zero_points
+from ._lanes import LANES, any_of, choose, flags, floats, ints, load, most, reals, shift_right, store, whole, words
+from ._words import INFINITY, MAGNITUDE, Array, apart, compiled, left, long_real, long_word, part, real, word
 
 
 class Lattice(NamedTuple):
-    """An element's numbers, as int32 words, as in `_fast_round.Steps` and `Ends`."""
+    """An element's numbers, as int32 words, as in `_round.Steps` and `Ends`."""
 
     emin: int
     lift: int

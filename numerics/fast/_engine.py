@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from ._backend import Array, Backend, Numpy
-from ._block import Quantized
-from ._fast_arrays import FLOATS, Memory, check_out, memory, new, returned
-from ._format import Block
-from ._pack import blocks_along
-from ._policy import Policy
-from ._random import Stochastic
+from .._backend import Array, Backend, Numpy
+from .._block import Quantized
+from .._format import Block
+from .._pack import blocks_along
+from .._policy import Policy
+from .._random import Stochastic
+from ._arrays import FLOATS, Memory, check_out, memory, new, returned
 
 SMALL = 1 << 14  # elements from which on it is worth loading the loops
 TINY = 1 << 9  # and so many when they are loaded
@@ -42,7 +42,7 @@ def ready(size: int) -> bool:
             _warn()
             return False
         _state["loaded"] = True
-    from ._fast_words import flushes
+    from ._words import flushes
 
     return not flushes(np.float32(2.0**-130))
 
@@ -71,16 +71,16 @@ def _found(xp: Backend, x: Array) -> Memory | None:
 
 
 def _rounder(fmt: Any, policy: Policy, x: Memory, encode: Any) -> Any:
-    from ._fast_scalar import find_rounder, takes
+    from ._scalar import find_rounder, takes
 
     found = find_rounder(fmt, policy, encode if x.array.size >= SMALL else None)
     return found if found is not None and takes(found, x.kind) else None
 
 
 def _block_plan(fmt: Any, policy: Policy, x: Memory, encode: Any) -> Any:
-    from ._fast_arrays import EXACT
-    from ._fast_grid import grid
-    from ._fast_rows import block_plan
+    from ._arrays import EXACT
+    from ._grid import grid
+    from ._rows import block_plan
 
     if x.kind not in EXACT:
         return None
@@ -95,8 +95,8 @@ def cast(xp: Backend, x: Array, fmt: Any, policy: Policy, out: Array | None, enc
     found = _found(xp, x)
     if found is None:
         return None
-    from ._fast_blocks import cast_blocks
-    from ._fast_scalar import cast_scalar
+    from ._blocks import cast_blocks
+    from ._scalar import cast_scalar
 
     plan = (_block_plan if isinstance(fmt, Block) else _rounder)(fmt, policy, found, encode)
     if plan is None:
@@ -115,8 +115,8 @@ def encode(xp: Backend, x: Array, fmt: Any, policy: Policy, text: Any) -> Any:
     found = _found(xp, x)
     if found is None:
         return None
-    from ._fast_blocks import encode_blocks
-    from ._fast_scalar import encode_scalar
+    from ._blocks import encode_blocks
+    from ._scalar import encode_scalar
 
     if not isinstance(fmt, Block):
         rounder = _rounder(fmt, policy, found, text)
@@ -140,7 +140,7 @@ def decode(xp: Backend, codes: Array, fmt: Any) -> Array | None:
     found = _found(xp, codes)
     if found is None or fmt.bits > 16:
         return None
-    from ._fast_scalar import TYPES, code_bits, decode_codes
+    from ._scalar import TYPES, code_bits, decode_codes
 
     if found.array.dtype != TYPES[code_bits(fmt)]:
         return None
@@ -153,8 +153,8 @@ def decode_quantized(xp: Backend, q: Quantized) -> Array | None:
     found = _found(xp, q.codes)
     if found is None or (isinstance(fmt.size, tuple) and fmt.axis != (-2, -1)) or fmt.element.bits > 16:
         return None
-    from ._fast_blocks import decode_blocks
-    from ._fast_scalar import TYPES, code_bits
+    from ._blocks import decode_blocks
+    from ._scalar import TYPES, code_bits
 
     scale = memory(xp, q.scale)
     points = None if q.zero_point is None else memory(xp, q.zero_point)

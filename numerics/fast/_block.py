@@ -3,7 +3,7 @@
 Arrays are flat: rows of ``n`` numbers, each cut into blocks of ``size``, the last of a row shorter where need be.
 What belongs to a block stands in arrays with one entry a block.
 
-Scales are found in float64, whose 53 bits hold what `_block` keeps in integers: a quotient rounded to odd to 26
+Scales are found in float64, whose 53 bits hold what the array text keeps in integers: a quotient rounded to odd to 26
 bits is float64's with its last bits gathered in one. That quotient is rounded itself, but lies no closer than
 ``2**-49`` to a number of 25 bits that it does not equal (it is a fraction of two 24-bit numbers).
 """
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._fast_lanes import (
+from ._lanes import (
     LANES,
     choose,
     floats,
@@ -29,7 +29,7 @@ from ._fast_lanes import (
     store,
     words,
 )
-from ._fast_words import MAGNITUDE, Array, compiled, long_real, long_word, part, real, right, word
+from ._words import MAGNITUDE, Array, compiled, long_real, long_word, part, real, right, word
 
 _FIELD = np.int64(0x7FF0000000000000)
 
@@ -98,7 +98,7 @@ def spans(highs: Array, lows: Array, out: Array) -> None:
 
 
 class ScaleSteps(NamedTuple):
-    """The lattice of a scale format in float64, as int64 words; see `_fast_round.Steps`.
+    """The lattice of a scale format in float64, as int64 words; see `_round.Steps`.
 
     ``round_*``: rounding of amax to the element's precision. ``short_*``: what is cut before amax is divided.
     ``down``, ``up``: -1 where what was rounded up (down) to nearest goes back. ``code_*``: codes of the smallest

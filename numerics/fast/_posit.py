@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._fast_plan import numbers_of
-from ._fast_words import INFINITY, MAGNITUDE, Array, compiled, left, part, right
-from ._format import Posit
-from ._policy import Policy
+from .._format import Posit
+from .._policy import Policy
+from ._plan import numbers_of
+from ._words import INFINITY, MAGNITUDE, Array, compiled, left, part, right
 
 _ONE = np.int32(127 << 23)
 

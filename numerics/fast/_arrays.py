@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._backend import Array, Backend, Numpy
+from .._backend import Array, Backend, Numpy
 
 # how float32 is made of a source; integers of more bits and float64 by rounding to odd, which leaves it open how
 # to round on

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._backend import Array
-from ._fast_lanes import highs, load_row, lows, store_row
-from ._fast_words import compiled, part
-from ._format import Block
+from .._backend import Array
+from .._format import Block
+from ._lanes import highs, load_row, lows, store_row
+from ._words import compiled, part
 
 _COLUMNS = 64  # rows across memory that are gathered together: some cache lines of each of their elements
 

@@ -6,20 +6,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._backend import Array, Numpy
-from ._codec import code_bits
-from ._codec import decode_scalar as decode_text
-from ._fast_arrays import Memory, new
-from ._fast_block import about_points, amaxes, points, products, quotients, ranges, scales, spans
-from ._fast_element import blocks, finite_amax, nearest
-from ._fast_grid import Grid, Piece, grid, turned
-from ._fast_lanes import LANES
-from ._fast_power import blocks as power_blocks
-from ._fast_rows import BlockPlan, tensor_scale_of
-from ._fast_scalar import DIRECT, PIECE, TYPES, Sink, Source, values_of_codes
-from ._fast_table import pick
-from ._fast_threads import share
-from ._format import Block, Float
+from .._backend import Array, Numpy
+from .._codec import code_bits
+from .._codec import decode_scalar as decode_text
+from .._format import Block, Float
+from ._arrays import Memory, new
+from ._block import about_points, amaxes, points, products, quotients, ranges, scales, spans
+from ._element import blocks, finite_amax, nearest
+from ._grid import Grid, Piece, grid, turned
+from ._lanes import LANES
+from ._power import blocks as power_blocks
+from ._rows import BlockPlan, tensor_scale_of
+from ._scalar import DIRECT, PIECE, TYPES, Sink, Source, values_of_codes
+from ._table import pick
+from ._threads import share
 
 _NONE = np.empty(0, np.float32)
 

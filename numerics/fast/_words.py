@@ -8,12 +8,16 @@ cut to 32, but not shifts by a variable, which are spelled out below. None of th
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic as _intrinsic
+from numba.np.arrayobj import make_array
+
+from ._disk import LoopCache
 
 Array = Any
 
@@ -22,11 +26,14 @@ _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """The function compiled when first called, kept on disk where there is a place for it."""
-    try:
-        return njit(cache=True, **_OPTIONS)(function)
-    except RuntimeError:  # neither beside this file nor in the user's cache directory can be written
-        return njit(**_OPTIONS)(function)
+    """The function compiled when first called, kept on disk where there is a place for it.
+
+    What the function closes over is part of its name there, and has to be plain values: no other loop.
+    """
+    loop = njit(**_OPTIONS)(function)
+    with suppress(RuntimeError):  # no place: neither beside its file nor in the user's cache
+        loop._cache = LoopCache(function)
+    return loop
 
 
 part: Any = njit(forceinline=True, **_OPTIONS)  # of such a loop
@@ -39,6 +46,23 @@ def _same_bits(to: Any, of: Any, kind: Any) -> Any:
         return to(of), lambda context, builder, signature, args: builder.bitcast(args[0], kind)
 
     return bits
+
+
+@intrinsic
+def ask(typing: Any, array: Any, i: Any) -> Any:
+    """Have the cache line of element i fetched, which may lie beyond the array. Processors that look ahead by
+    themselves do so for short loops only: with much to compute for each number, they wait for memory."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        data = make_array(array)(context, builder, args[0]).data
+        line = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [line.type, number, number, number])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", [line.type], kind)
+        builder.call(fetch, [line, *(ir.Constant(number, n) for n in (0, 3, 1))])  # to read, keep it near, data
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), generate
 
 
 def _shift(name: str) -> Any:
@@ -62,8 +86,18 @@ MAGNITUDE = np.int32(0x7FFFFFFF)
 INFINITY = np.int32(0x7F800000)  # also the mask of the exponent
 HIDDEN = np.int32(1 << 23)
 
+AHEAD = 1 << 10  # how many numbers ahead of the loop memory is asked for
+NEAR = 1 << 9  # and how many at a time, where the loop over each of them is the compiler's to turn into vectors
+
 
 @part
+def ask_on(x: Array, i: int) -> None:
+    """`ask` for the stretch of float32s that is `AHEAD` of the one at i."""
+    for j in range(i + AHEAD, i + AHEAD + NEAR, 16):
+        ask(x, j)
+
+
+@compiled
 def flushes(tiny: float) -> bool:
     """Whether this thread computes with subnormals as zeros (``tiny``: a subnormal), as programs can ask for."""
     return np.float32(tiny) * np.float32(0.5) == 0

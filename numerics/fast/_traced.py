@@ -2,7 +2,7 @@
 traces.
 
 A gather keeps XLA from vector instructions; these are sums, shifts and choices, the same as the loops of
-`_fast_round` with the same parameters. Multiplications are by powers of two and exact, or of numbers so small that
+`_round` with the same parameters. Multiplications are by powers of two and exact, or of numbers so small that
 they become zero in any case, so that flushing subnormals changes nothing.
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ._backend import Array, Backend
-from ._fast_plan import known, plan
-from ._format import Fixed, Float
-from ._policy import Policy
+from .._backend import Array, Backend
+from .._format import Fixed, Float
+from .._policy import Policy
+from ._plan import known, plan
 
 _INFINITY = 0x7F800000
 _NAN = 0x7FC00000

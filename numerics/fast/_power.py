@@ -2,7 +2,7 @@
 
 The exponent of such a scale is that of the block's largest magnitude, plus a constant, plus one for each of at most
 two places in the magnitude's mantissa that it lies beyond: whatever the rule, since rules are scaled by powers of
-two as amax is. The places are found by asking `_fast_block.scales`, which also does the blocks at the ends of the
+two as amax is. The places are found by asking `_block.scales`, which also does the blocks at the ends of the
 range: zeros, subnormals, infinities and NaN.
 """
 
@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from ._fast_block import scales
-from ._fast_element import careful, constants, in_lanes
-from ._fast_lanes import LANES, floats, highest, ints, load, most, shift_left, store
-from ._fast_words import MAGNITUDE, Array, compiled, left, real, right
+from ._block import scales
+from ._element import careful, constants, in_lanes
+from ._lanes import LANES, floats, highest, ints, load, most, shift_left, store
+from ._words import MAGNITUDE, Array, compiled, left, real, right
 
 _OCTAVES = (-20, 0, 20)
 
 
 @cache
 def blocks(codes: bool, plain: bool, wide: bool) -> Any:
-    """The loop ``blocks(x, out, size, t, k, v, p, f, scale)``: as `_fast_element.blocks`, of whole blocks of a
+    """The loop ``blocks(x, out, size, t, k, v, p, f, scale)``: as `_element.blocks`, of whole blocks of a
     multiple of 16 numbers, without zero points; ``t``: the places, as `places` finds them."""
 
     @compiled
