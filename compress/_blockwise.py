@@ -6,18 +6,20 @@ import ctypes
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..numerics import Format, cast, decode
+from ._activations import rounded_input, static_scale
 from ._checkpoint import Checkpoint
 from ._layouts import restore, stored
 from ._plan import Plan, Row
 from ._stream import StreamWriter
 from ._tensorwise import difference, finished, source_hash
 from ._transforms import Transform, Weight
-from .calibrate import Calibration, Decoder, Seen, States, lockstep
+from .calibrate import Calibration, Decoder, Need, Seen, States, lockstep
 
 Tensors = dict[str, torch.Tensor]
 
@@ -52,9 +54,10 @@ def write_blocks(
             again = any(row.name not in writer.done for row in todo.values())
             given = {row.name: _written(writer, row, layout) for p, row in inside.items() if not (again and p in todo)}
             _trim()
-            with decoder.block(k, given) as block, _rounding_inputs(block, inside):
+            scales = {r.name: writer.read(f"{r.module}.input_scale") for r in inside.values() if r.static and not again}
+            with decoder.block(k, given) as block, _rounding_inputs(block, inside, scales):
                 if again:
-                    made = _calibrate(decoder, block, k, states, original, todo, transform, layout)
+                    made = _calibrate(decoder, block, k, states, original, todo, transform, layout, scales)
                     for row in todo.values():
                         if row.name not in writer.done:
                             tensors, note = made[row.name]
@@ -112,10 +115,11 @@ def _calibrate(
     todo: Mapping[str, Row],
     transform: Transform,
     layout: str | None,
+    scales: dict[str, torch.Tensor],
 ) -> dict[str, tuple[Tensors, dict[str, Any]]]:
     """Compress a block's layers in the order in which they run, each on what the ones before it give now.
 
-    The states move on to the block's outputs.
+    The states move on to the block's outputs. scales: where those of static inputs are put.
     """
     count = len(states.hidden)
     # in the order of the block's modules, which is the order of their calls
@@ -130,6 +134,8 @@ def _calibrate(
         tensors, note, value = _transformed(source, row, seen, transform, layout)
         note["facts"] |= more
         made[row.name] = tensors, note
+        if row.static:
+            scales[row.name] = tensors[f"{row.module}.input_scale"]
         modules[name].weight.copy_(value)  # type: ignore[operator]
 
     hidden: dict[int, torch.Tensor] = {}
@@ -145,7 +151,7 @@ def _calibrate(
                 or any(a is not b for a, b in zip(last[0], given, strict=True))
             ):
                 was = originals.of(name) if originals is not None else {}
-                last = given, _seen(decoder, layers[name], inputs, was)
+                last = given, _seen(layers[name], inputs, was)
             seen = last[1]
             family = _family(name)
             if family != name:
@@ -171,11 +177,26 @@ def _family(name: str) -> str:
     return re.sub(r"(experts)\.\d+\.", r"\1.*.", name)
 
 
-def _seen(decoder: Decoder, row: Row, inputs: Mapping[int, torch.Tensor], was: Mapping[int, torch.Tensor]) -> Seen:
+def _seen(row: Row, inputs: Mapping[int, torch.Tensor], was: Mapping[int, torch.Tensor]) -> Seen:
+    if not row.static:
+        return _sums(row, inputs, row.needs, was)
+    amax = _sums(row, inputs, frozenset({"amax"}), {})
+    assert row.activations is not None
+    assert amax.amax is not None
+    if row.needs == {"amax"} or not float(amax.amax.max()) > 0:
+        return amax
+    scale = static_scale(amax.amax, row.activations)
+    given = {i: rounded_input(x, row.activations, scale) for i, x in inputs.items()}
+    return replace(_sums(row, given, row.needs - {"amax"}, was), amax=amax.amax)
+
+
+def _sums(
+    row: Row, inputs: Mapping[int, torch.Tensor], needs: frozenset[Need], was: Mapping[int, torch.Tensor]
+) -> Seen:
     total = Seen()
     for i in sorted(inputs):
         try:
-            total += Seen.of(inputs[i], row.needs, was.get(i))
+            total += Seen.of(inputs[i], needs, was.get(i))
         except ValueError as error:
             raise ValueError(
                 f"{row.name}: {error} in calibration sequence {i}: the model overflows, or a step before this one "
@@ -195,18 +216,40 @@ def _trim() -> None:
 
 
 @contextmanager
-def _rounding_inputs(block: torch.nn.Module, rows: Mapping[str, Row]) -> Iterator[None]:
-    """While it runs, the layers of a block see their inputs in the formats that their rows give for activations."""
-    handles = []
+def _rounding_inputs(
+    block: torch.nn.Module, rows: Mapping[str, Row], scales: Mapping[str, torch.Tensor]
+) -> Iterator[None]:
+    """While it runs, the layers of a block see their inputs in the formats that their rows give for activations.
+
+    Scales of static ones are looked up as a layer runs, after the calibration has seen its inputs as they are.
+    """
+    handles, wrapped = [], []
     for parameter, row in rows.items():
-        path = parameter.removesuffix(".weight")
-        if row.activations is not None and isinstance(block.get_submodule(path), torch.nn.Linear):
-            handles.append(block.get_submodule(path).register_forward_pre_hook(_rounds(row.activations)))
+        module = block.get_submodule(parameter.removesuffix(".weight"))
+        if row.activations is None or not isinstance(module, torch.nn.Linear):
+            continue
+        if row.static:
+            module.forward = _rounds_static(module.forward, row, scales)  # type: ignore[method-assign, assignment]
+            wrapped.append(module)
+        else:
+            handles.append(module.register_forward_pre_hook(_rounds(row.activations)))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+        for module in wrapped:
+            del module.forward
+
+
+def _rounds_static(
+    forward: Callable[..., Any], row: Row, scales: Mapping[str, torch.Tensor]
+) -> Callable[[torch.Tensor], Any]:
+    def rounded(x: torch.Tensor) -> Any:
+        assert row.activations is not None
+        return forward(rounded_input(x, row.activations, scales[row.name]))
+
+    return rounded
 
 
 def _rounds(fmt: Format) -> Callable[..., tuple[Any, ...]]:

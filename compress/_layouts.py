@@ -71,7 +71,7 @@ def _arguments(fmt: Block) -> dict[str, Any] | None:
     return args if plain else None
 
 
-def scheme(fmt: Format, activations: Format | None = None) -> Scheme | None:
+def scheme(fmt: Format, activations: Format | None = None, static: bool = False) -> Scheme | None:
     """The compressed-tensors scheme of a layer, or None where that layout cannot express it.
 
     >>> scheme(format("int4:g128")).format, scheme(format("nf4:g64"))
@@ -84,10 +84,10 @@ def scheme(fmt: Format, activations: Format | None = None) -> Scheme | None:
     inputs = None
     if activations is not None:
         inputs = _arguments(activations) if isinstance(activations, Block) else None
-        if inputs is None or inputs["strategy"] not in ("channel", "group") or not inputs["symmetric"]:
+        strategies = {"channel": "token", "group": "group"} if not static else {"tensor": "tensor"}
+        if inputs is None or inputs["strategy"] not in strategies or not inputs["symmetric"]:
             return None
-        token = inputs["strategy"] == "channel"
-        inputs |= {"dynamic": True, "strategy": "token" if token else "group"}
+        inputs |= {"dynamic": not static, "strategy": strategies[inputs["strategy"]]}
     if weights["type"] == "int":
         whole = fmt.element.bits == 8 and inputs is not None and weights["symmetric"]
         return Scheme("int-quantized" if whole else "pack-quantized", weights, inputs)
@@ -108,7 +108,7 @@ def _why_ours(row: Row) -> str | None:
         return None
     if not divides(row.weights, row):
         return "a short last block"
-    if scheme(row.weights, row.activations) is None:
+    if scheme(row.weights, row.activations, row.static) is None:
         inputs = f" with activations {row.activations}" if row.activations else ""
         return f"{row.weights}{inputs}"
     return None
@@ -137,11 +137,17 @@ def stored(row: Row, layout: str | None) -> list[TensorSpec]:
     """The tensors that a row becomes on disk."""
     if row.weights is None:
         return [row.spec]
+    inputs = [TensorSpec(f"{row.module}.input_scale", "F32", (1,))] if row.static else []
+    return [*_stored_weight(row, layout), *inputs]
+
+
+def _stored_weight(row: Row, layout: str | None) -> list[TensorSpec]:
     shape, fmt = row.spec.shape, row.weights
+    assert fmt is not None
     if layout == OURS:
         return _ours(row.name, shape, fmt)
     assert isinstance(fmt, Block)
-    kind = scheme(fmt, row.activations)
+    kind = scheme(fmt, row.activations, row.static)
     assert kind is not None
     out, n = shape
     scales = (1,) if fmt.size == "tensor" else blocks_along(fmt, shape)
@@ -193,7 +199,7 @@ def _from_int32(words: torch.Tensor, fmt: Fixed, n: int) -> torch.Tensor:
 
 def store(codes: Quantized | torch.Tensor, row: Row, layout: str | None) -> dict[str, torch.Tensor]:
     """The stored tensors of a row's codes, or of some of its rows (a multiple of 32 but for the last)."""
-    specs = stored(row, layout)
+    specs = _stored_weight(row, layout)
     if layout == OURS:
         p = pack_quantized(codes, row.weights)  # type: ignore[arg-type]
         parts = {"codes": p.codes, "scale": p.scale, "zero_point": p.zero_point}
@@ -272,10 +278,10 @@ def quantization_config(plan: Plan, layout: str | None) -> dict[str, Any] | None
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in plan.rows:
         if row.weights is not None:
-            groups.setdefault((str(row.weights), str(row.activations)), []).append(row)
+            groups.setdefault((str(row.weights), f"{row.activations} {row.static}"), []).append(row)
     config_groups: dict[str, dict[str, Any]] = {}
     for i, rows in enumerate(groups.values()):
-        kind = scheme(rows[0].weights, rows[0].activations)  # type: ignore[arg-type]
+        kind = scheme(rows[0].weights, rows[0].activations, rows[0].static)  # type: ignore[arg-type]
         assert kind is not None
         config_groups[f"group_{i}"] = {
             # with more than one group only names can tell which layer is whose
@@ -313,7 +319,7 @@ def runtime_dtype(plan: Plan, layout: str | None) -> str | None:
     """
     if layout != THEIRS:
         return None
-    kinds = (scheme(row.weights, row.activations) for row in plan.rows if row.weights is not None)
+    kinds = (scheme(row.weights, row.activations, row.static) for row in plan.rows if row.weights is not None)
     return "bfloat16" if any(kind is not None and kind.format in _TO_BFLOAT16 for kind in kinds) else None
 
 

@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..numerics import Format, cast, decode, format
+from ._activations import rounded_input
 from ._checkpoint import Checkpoint, open_checkpoint
 from ._layouts import restore, row_of
 from ._manifest import MANIFEST, manifest_of
@@ -80,7 +81,9 @@ def load(source: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32)
     if manifest is not None:
         rounded = {name: e["activations"] for name, e in manifest["tensors"].items() if "activations" in e}
         if rounded:
-            _emulate_activations(model, rounded, manifest["tensors"])
+            scales = {n: e["input_scale"] for n, e in manifest["tensors"].items() if "input_scale" in e}
+            read = {name: checkpoint.read(scale) for name, scale in scales.items()}
+            _emulate_activations(model, rounded, manifest["tensors"], read)
             words.append(f"activations emulated ({', '.join(sorted(set(rounded.values())))})")
         if manifest["kv"]:
             _emulate_kv(model, format(manifest["kv"]))
@@ -101,14 +104,16 @@ def _quiet(logging: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _emulate_activations(model: Any, rounded: dict[str, str], names: Iterable[str]) -> None:
+def _emulate_activations(
+    model: Any, rounded: dict[str, str], names: Iterable[str], scales: dict[str, torch.Tensor]
+) -> None:
     modules = dict(model.named_modules())
     fused: dict[str, set[str | None]] = {}
     for name, text in rounded.items():
         path = name.removesuffix(".weight")
         home = path.rpartition(".experts.")[0] + ".experts"
         if path in modules:
-            modules[path].register_forward_pre_hook(_rounds_its_input(format(text)))
+            modules[path].register_forward_pre_hook(_rounds_its_input(format(text), scales.get(name)))
         elif home in modules:
             fused[home] = {rounded.get(other) for other in names if other.startswith(f"{home}.")}
         else:
@@ -124,9 +129,9 @@ def _emulate_activations(model: Any, rounded: dict[str, str], names: Iterable[st
         model.set_experts_implementation("eager")  # the one that multiplies expert by expert
 
 
-def _rounds_its_input(fmt: Format) -> Callable[..., Any]:
+def _rounds_its_input(fmt: Format, scale: torch.Tensor | None) -> Callable[..., Any]:
     def hook(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (cast(args[0], fmt), *args[1:])
+        return (rounded_input(args[0], fmt, scale), *args[1:])
 
     return hook
 

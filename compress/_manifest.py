@@ -67,6 +67,8 @@ def manifest_for(
             entry["stored"] = [spec.name for spec in stored(row, layout)]
         if row.activations is not None:
             entry["activations"] = str(row.activations)
+            if row.static:
+                entry["input_scale"] = f"{row.module}.input_scale"
         if row.touched:
             entry["relative_error"] = notes[row.name]["relative_error"]
             entry["zeros"] = notes[row.name]["zeros"]

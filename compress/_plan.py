@@ -32,6 +32,7 @@ class Row:
     """One tensor of the source and what becomes of it.
 
     ``kind``: linear, experts, embedding, head, router or other. ``axis``: the axis that a matmul sums over.
+    ``static`` says that the scale of the activations is measured beforehand, one for all.
     ``weights`` None means that the numbers stay in their own type. ``rounding`` is how their codes are found and
     ``score`` what decides which weights go, None for nearest and for magnitude. ``shares`` are the tensors, itself
     among them, that a runtime makes one of, so that a scale of the whole tensor has to be theirs too, and ``amax`` is
@@ -45,6 +46,7 @@ class Row:
     prune: Any = None
     weights: Format | None = None
     activations: Format | None = None
+    static: bool = False
     rounding: Any = None
     score: Any = None
     shares: tuple[str, ...] = ()
@@ -56,7 +58,8 @@ class Row:
     def needs(self) -> frozenset[Any]:
         """The statistics of its inputs (see `Seen`) that the row's methods ask for."""
         methods = (self.rounding, self.score)
-        return frozenset().union(*(method.needs for method in methods if method is not None))
+        needs = frozenset({"amax"} if self.static else ())
+        return needs.union(*(method.needs for method in methods if method is not None))
 
     @property
     def name(self) -> str:

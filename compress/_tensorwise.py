@@ -146,7 +146,10 @@ def _in_order(pool: ThreadPoolExecutor, work: Callable[[A], B], items: Iterable[
 def finished(weight: Weight, row: Row, layout: str | None) -> dict[str, torch.Tensor]:
     if weight.codes is None:
         return {row.name: weight.value}
-    return store(weight.codes, row, layout)
+    tensors = store(weight.codes, row, layout)
+    if weight.input_scale is not None:
+        tensors[f"{row.module}.input_scale"] = weight.input_scale
+    return tensors
 
 
 def difference(

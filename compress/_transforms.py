@@ -10,6 +10,7 @@ import torch
 
 from ..numerics import Block, Codebook, Format, Quantized
 from ..numerics import format as read_format
+from ._activations import static_scale
 from ._gptq import Gptq, encode_row
 from ._plan import LINEAR, Plan, Row, divides, fused, select
 from ._prune import Magnitude, Score, Sparsity, score, sparsity
@@ -21,11 +22,12 @@ from .methods._gptq import Order
 @dataclass(frozen=True)
 class Weight:
     """A tensor on its way through a chain: its numbers, its codes once it has them, what it was before it was
-    pruned, and what is to be told of it."""
+    pruned, the scale of its layer's inputs where that is static, and what is to be told of it."""
 
     value: torch.Tensor
     codes: Quantized | torch.Tensor | None = None
     dense: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -97,6 +99,7 @@ class Quantize:
     ignore: tuple[str, ...]
     ragged: Ragged
     rounding: Gptq | None = None
+    static: bool = False
 
     def plan(self, plan: Plan) -> Plan:
         rows = {row.name: row for row in select(plan, self.targets, self.ignore)}
@@ -138,22 +141,40 @@ class Quantize:
             else:
                 fmt = replace(fmt, axis=row.axis)
         activations = self.activations if row.kind != "experts" else None
+        static = self.static and activations is not None
+        if static and row.kind != LINEAR:
+            raise ValueError(f"{row.name}: static activations are measured for linear layers only; ignore the module")
         rounding = self.rounding
         if rounding is not None and (row.kind != LINEAR or not isinstance(fmt, Block)):
             what = f"{row.kind} tensors" if row.kind != LINEAR else f"{fmt}, which has no scale,"
             rounding, note = None, f"{what} rounded to nearest, not by {self.rounding}"
         if rounding is not None:
             rounding.check(fmt)
-        return replace(row, weights=fmt, activations=activations, rounding=rounding, reason="", note=note)
+        return replace(
+            row, weights=fmt, activations=activations, static=static, rounding=rounding, reason="", note=note
+        )
 
     def apply(self, weight: Weight, row: Row, seen: Seen | None = None) -> Weight:
         if row.weights is None or weight.codes is not None:
             return weight
+        if row.static:
+            weight = replace(weight, input_scale=_input_scale(row, seen))
         if row.rounding is None:
             return replace(weight, codes=encode_row(weight.value, row))
         pruned = None if weight.dense is None else weight.value
         codes, facts = row.rounding.codes(weight.value if weight.dense is None else weight.dense, row, seen, pruned)
         return replace(weight, codes=codes, facts={**weight.facts, **facts})
+
+
+def _input_scale(row: Row, seen: Seen | None) -> torch.Tensor:
+    """The scale that the activations' rule gives the largest magnitude seen, float32 [1]."""
+    if seen is None or seen.amax is None or not float(seen.amax.max()) > 0:
+        raise ValueError(
+            f"{row.name}: the calibration never reached the layer, so its activations have no scale; give more text, "
+            "leave static out, or ignore the module"
+        )
+    assert row.activations is not None
+    return static_scale(seen.amax, row.activations)
 
 
 def _tensorwide(fmt: Format | None) -> bool:
@@ -199,6 +220,7 @@ def quantize(
     activations: Format | str | None = None,
     kv: Format | str | None = None,
     *,
+    static: bool = False,
     targets: str | Iterable[str] = (LINEAR,),
     ignore: str | Iterable[str] = (),
     ragged: Ragged = "ragged",
@@ -209,7 +231,9 @@ def quantize(
     128
 
     weights: the format of each matrix, blocks along its input axis.
-    activations: the format that inputs of those layers are rounded to while the model runs (dynamic).
+    activations: the format that inputs of those layers are rounded to while the model runs.
+    static: one scale for a layer's inputs, from the largest magnitude that a calibration finds, for activations such
+    as "int8:tensor"; otherwise scales follow from the inputs as they come.
     kv: the format of keys and values in the cache, along the head dimension.
     targets, ignore: "linear" (all linear layers and experts, but no embedding, head or router) or patterns
     for whole module names; a pattern that matches nothing is an error. Of several steps the first that
@@ -224,8 +248,12 @@ def quantize(
     read = [None if fmt is None else read_format(fmt) for fmt in (weights, activations, kv)]
     if read[0] is None:
         raise ValueError("quantize needs the format of the weights, such as quantize('int8:channel')")
+    if static and not (isinstance(read[1], Block) and read[1].size == "tensor" and read[1].tensor_scale is None):
+        raise ValueError(f"static activations have one scale: give a format such as int8:tensor, not {read[1]}")
+    if static and read[1].zero_point:  # type: ignore[union-attr]
+        raise ValueError(f"static activations have no zero point: leave it out of {read[1]}")
     names = [(x,) if isinstance(x, str) else tuple(x) for x in (targets, ignore)]
-    return Quantize(read[0], read[1], read[2], names[0], names[1], ragged)
+    return Quantize(read[0], read[1], read[2], names[0], names[1], ragged, static=static)
 
 
 def gptq(
@@ -237,6 +265,7 @@ def gptq(
     order: Order = "group",
     sweeps: int = 0,
     propagate: float = 0.0,
+    static: bool = False,
     targets: str | Iterable[str] = (LINEAR,),
     ignore: str | Iterable[str] = (),
     ragged: Ragged = "ragged",
@@ -259,7 +288,7 @@ def gptq(
     Raises ValueError for options out of range, and formats that are no blocks along the inputs or have elements of
     more than 8 bits.
     """
-    step = quantize(weights, activations, kv, targets=targets, ignore=ignore, ragged=ragged)
+    step = quantize(weights, activations, kv, static=static, targets=targets, ignore=ignore, ragged=ragged)
     if not isinstance(step.weights, Block):
         raise ValueError(f"gptq needs a format with scales, such as int4:g64 or {step.weights}:channel")
     rounding = Gptq(damp, order, sweeps, propagate)

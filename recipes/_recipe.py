@@ -62,6 +62,7 @@ class _Formats(_Touching):
     weights: FormatName
     activations: FormatName | None = None
     kv: FormatName | None = None
+    static: bool = Field(False, description="Measure one scale for each layer's activations on a calibration")
     ragged: Literal["ragged", "refit", "error"] = Field("ragged", description="Where a block does not divide")
 
 
@@ -173,7 +174,9 @@ class Recipe(_Strict):
 
     def calibrated_on(self, text: str | None = None) -> Calibration | None:
         """What the recipe calibrates on, or another text instead of its own; None where no step asks for any."""
-        measured = any(step.gptq or step.smooth or step.awq for step in self.steps)
+        measured = any(
+            step.gptq or step.smooth or step.awq or (step.quantize and step.quantize.static) for step in self.steps
+        )
         needed = measured or any(step.prune is not None and score(step.prune.by) for step in self.steps)
         if not needed:
             if text is not None:

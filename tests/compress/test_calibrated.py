@@ -477,3 +477,66 @@ def test_layers_are_calibrated_on_the_rounded_inputs_that_they_will_have(tmp_pat
     want = core_gptq(weight.numpy(), seen.second.numpy(), grid_of("int8:channel").fmt)
     got = model.model.layers[1].mlp.down_proj.weight
     assert (decode(want.quantized()) == got).float().mean() > 0.98
+
+
+# static activations
+
+
+@pytest.mark.parametrize("make", [quantize, gptq], ids=["nearest", "gptq"])
+@pytest.mark.parametrize("fmt", ["int8:tensor:rule=absmax_half", "e4m3fn:tensor"])
+def test_static_scales_are_the_largest_input_seen_and_are_used(tmp_path, source, make, fmt):
+    ids = sequences()
+    element = "int8:channel" if "int8" in fmt else "e4m3fn:channel"
+    compress(source, make(element, activations=fmt, static=True), tmp_path / "out", calibration=calibration(ids))
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    model, largest = load(tmp_path / "out"), {}
+    for name in ("self_attn.k_proj", "mlp.down_proj"):
+        module = model.model.layers[1].get_submodule(name)
+        module.register_forward_pre_hook(
+            lambda m, args, name=name: largest.setdefault(name, []).append(args[0].abs().max())
+        )
+    with torch.inference_mode():
+        for row in ids:
+            model(row[None])
+    for name, seen in largest.items():
+        scale = written[f"model.layers.1.{name}.input_scale"]
+        # hooks see the rounded input, within half a step of what was measured
+        assert float(max(seen) / scale) == pytest.approx(127 if "int8" in fmt else 448, rel=0.05)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    given = next(iter(config["config_groups"].values()))["input_activations"]
+    assert (given["dynamic"], given["strategy"]) == (False, "tensor")
+    assert (
+        written["model.layers.0.self_attn.q_proj.input_scale"] == written["model.layers.0.self_attn.v_proj.input_scale"]
+    )
+
+
+def test_static_scales_resume_to_the_same_bytes(tmp_path, source, monkeypatch):
+    step = gptq("int8:channel", activations="int8:tensor", static=True)
+    given = calibration(sequences())
+    compress(source, step, tmp_path / "whole", calibration=given)
+    write, count = StreamWriter.write, 0
+
+    def stopping(self, *args, **kwargs):
+        nonlocal count
+        count += 1
+        if count > 16:
+            raise KeyboardInterrupt
+        return write(self, *args, **kwargs)
+
+    monkeypatch.setattr(StreamWriter, "write", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        compress(source, step, tmp_path / "out", calibration=given)
+    monkeypatch.setattr(StreamWriter, "write", write)
+    compress(source, step, tmp_path / "out", calibration=given)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_static_scales_that_cannot_be_are_refused(tmp_path, source):
+    for fmt in ("int8:token", "mxfp8", "e4m3fn", "uint8:tensor:asym"):
+        with pytest.raises(ValueError, match="static activations"):
+            quantize("int8:channel", activations=fmt, static=True)
+    with pytest.raises(ValueError, match="static activations"):
+        quantize("int8:channel", static=True)
+    step = quantize("int8:channel", activations="int8:tensor", static=True, targets=["*.q_proj", "lm_head"])
+    with pytest.raises(ValueError, match=r"lm_head.*(measured for linear layers only|never reached)"):
+        compress(source, step, tmp_path / "out", calibration=calibration(sequences()))
