@@ -9,7 +9,7 @@ from ._compress import Progress, compress, plan_of
 from ._load import load
 from ._manifest import MANIFEST, manifest_of
 from ._plan import Plan, Row
-from ._rewrites import Awq, Measured, Rewrite, SmoothQuant, awq, smooth
+from ._rewrites import Awq, Measured, Rewrite, ShrinkByActivations, SmoothQuant, awq, shrink, smooth
 from ._text import Text, text
 from ._transforms import Chain, Prune, Quantize, Transform, Weight, chain, gptq, prune, quantize
 from .calibrate import Calibration, calibration
@@ -28,6 +28,7 @@ __all__ = [
     "Quantize",
     "Rewrite",
     "Row",
+    "ShrinkByActivations",
     "SmoothQuant",
     "Text",
     "Transform",
@@ -45,6 +46,7 @@ __all__ = [
     "quantize",
     "rotate",
     "short_name",
+    "shrink",
     "smooth",
     "text",
 ]

@@ -12,10 +12,14 @@ from ..numerics import Block, Format
 from ..numerics import format as read_format
 from ._checkpoint import Checkpoint
 from ._graph import graph_of
+from ._load import load
 from .calibrate import Calibration, Need, measure
 from .rotate import FoldScales, Smooth, awq_scales, pairs_of
 from .rotate import smooth as smooth_of
 from .rotate._scale import KINDS
+from .shrink import Importance, Shrink
+from .shrink import measure as measure_units
+from .shrink import shrink as shrink_of
 
 
 @runtime_checkable
@@ -143,3 +147,38 @@ def awq(weights: Format | str, *, pairs: str | Iterable[str] = KINDS, grid: int 
     if not isinstance(grid, int) or grid < 1:
         raise ValueError(f"grid={grid!r}: give a whole number from 1")
     return Awq(fmt, smooth_of({}, pairs=pairs).pairs, grid)
+
+
+@dataclass(frozen=True)
+class ShrinkByActivations:
+    """Structured pruning by what the model's activations say; see `shrink`."""
+
+    amounts: tuple[tuple[str, Any], ...]
+    multiple_of: int
+
+    def __str__(self) -> str:
+        return "shrink by activations"
+
+    def measured(self, checkpoint: Checkpoint, calibration: Calibration) -> Shrink:
+        importance = measure_units(load(checkpoint), calibration.tokens(checkpoint))
+        return shrink_of(**dict(self.amounts), by=importance, multiple_of=self.multiple_of)
+
+
+def shrink(*, by: Importance | str = "magnitude", multiple_of: int = 1, **amounts: Any) -> Shrink | ShrinkByActivations:
+    """Structured pruning: heads, MLP channels, experts, the hidden width or whole layers go, and a smaller dense model
+    is left, which loads anywhere.
+
+    >>> shrink(channels=0.75, layers=22, by="activations").amounts
+    (('channels', 0.75), ('layers', 22))
+
+    amounts: of width, heads, groups, channels, layers and experts; each says what *stays*, a count, a fraction or a
+    list of indices (see `halfulp.compress.shrink.shrink`). by: "magnitude", "activations" (Minitron, arXiv
+    2407.14679, and for layers ShortGPT, 2403.03853; needs a calibration, and the whole model in memory) or an
+    `Importance`. multiple_of: what fractions of width and channels are rounded to.
+    Raises ValueError for amounts that do not fit.
+    """
+    if by != "activations":
+        return shrink_of(by=by, multiple_of=multiple_of, **amounts)
+    shrink_of(multiple_of=multiple_of, **amounts)
+    given = {name: tuple(x) if isinstance(x, list) else x for name, x in amounts.items() if x is not None}
+    return ShrinkByActivations(tuple(given.items()), multiple_of)

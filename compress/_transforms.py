@@ -57,6 +57,11 @@ class Chain:
         """The steps that make another checkpoint, which come first."""
         return tuple(step for step in self.transforms if isinstance(step, (Rewrite, Measured)))
 
+    @property
+    def calibrates(self) -> bool:
+        """Does any step suit the model to what its layers see?"""
+        return any(isinstance(step, Measured) or getattr(step, "calibrates", False) for step in self.transforms)
+
     def plan(self, plan: Plan) -> Plan:
         for step in self._tensorwise:
             plan = step.plan(plan)
@@ -100,6 +105,10 @@ class Quantize:
     ragged: Ragged
     rounding: Gptq | None = None
     static: bool = False
+
+    @property
+    def calibrates(self) -> bool:
+        return self.static or self.rounding is not None
 
     def plan(self, plan: Plan) -> Plan:
         rows = {row.name: row for row in select(plan, self.targets, self.ignore)}
@@ -304,6 +313,10 @@ class Prune:
     targets: tuple[str, ...]
     ignore: tuple[str, ...]
     score: Score | None = None
+
+    @property
+    def calibrates(self) -> bool:
+        return self.score is not None
 
     def plan(self, plan: Plan) -> Plan:
         rows = select(plan, self.targets, self.ignore)

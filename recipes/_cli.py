@@ -1,4 +1,4 @@
-"""The command line: halfulp compress, score, report, analyze, format, formats, recipes."""
+"""The command line: halfulp compress, distill, score, report, analyze, format, formats, recipes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from ._distill import distill
 
 app = typer.Typer(
     help="Compress models with exact number formats, and score what it did.",
@@ -277,6 +279,8 @@ def _width(console: Any) -> int:
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     return max(60, console.width) if known else 80
 
+
+app.command()(distill)
 
 _Picture = Annotated[Path | None, typer.Option("--out", "-o", help="Also draw it: an .svg or .html file.")]
 

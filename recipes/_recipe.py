@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ..compress import (
     Calibration,
+    Chain,
     Measured,
     Rewrite,
     Transform,
@@ -23,6 +24,7 @@ from ..compress import (
     prune,
     quantize,
     rotate,
+    shrink,
     smooth,
 )
 from ..compress._prune import score, sparsity
@@ -98,6 +100,22 @@ class RotateStep(_Strict):
     head: Literal["untie", "keep"] = Field("untie", description="What becomes of an output head tied to the embedding")
 
 
+_Amount = int | float | list[int] | None
+
+
+class ShrinkStep(_Strict):
+    """Structured pruning to a smaller dense model: what stays, as a count, a fraction or a list."""
+
+    width: _Amount = None
+    heads: _Amount = None
+    groups: _Amount = Field(None, description="Key and value heads, each with all its query heads")
+    channels: _Amount = None
+    layers: _Amount = None
+    experts: _Amount = None
+    by: Literal["magnitude", "activations"] = "magnitude"
+    multiple_of: int = Field(1, ge=1, description="What fractions of width and channels are rounded to")
+
+
 class SmoothStep(_Strict):
     """Move outliers of activations into weights (SmoothQuant), on a calibration."""
 
@@ -125,6 +143,7 @@ class CalibrationText(_Strict):
 class Step(_Strict):
     """One step: exactly one of the transforms."""
 
+    shrink: ShrinkStep | None = None
     rotate: RotateStep | None = None
     smooth: SmoothStep | None = None
     awq: AwqStep | None = None
@@ -142,6 +161,7 @@ class Step(_Strict):
 
 
 _MAKE: dict[str, Callable[..., Transform | Rewrite | Measured]] = {
+    "shrink": shrink,
     "rotate": rotate,
     "smooth": smooth,
     "awq": awq,
@@ -163,7 +183,7 @@ class Recipe(_Strict):
     calibration: CalibrationText | None = None
     steps: list[Step] = Field(min_length=1)
 
-    def transform(self) -> Transform:
+    def transform(self) -> Chain:
         """The transform that the recipe means."""
         made: list[Transform | Rewrite | Measured] = []
         for step in self.steps:
@@ -174,11 +194,7 @@ class Recipe(_Strict):
 
     def calibrated_on(self, text: str | None = None) -> Calibration | None:
         """What the recipe calibrates on, or another text instead of its own; None where no step asks for any."""
-        measured = any(
-            step.gptq or step.smooth or step.awq or (step.quantize and step.quantize.static) for step in self.steps
-        )
-        needed = measured or any(step.prune is not None and score(step.prune.by) for step in self.steps)
-        if not needed:
+        if not self.transform().calibrates:
             if text is not None:
                 raise ValueError(f"the recipe {self.name} calibrates nothing: leave the calibration out")
             return None
@@ -261,6 +277,7 @@ def _sentence(error: ValidationError) -> str:
 
 
 _STEPS: dict[Any, type[BaseModel]] = {
+    "shrink": ShrinkStep,
     "rotate": RotateStep,
     "smooth": SmoothStep,
     "awq": AwqStep,

@@ -7,7 +7,7 @@ A quarter of the MLP channels and a quarter of the layers of SmolLM2-135M go, th
 the smaller model is trained to predict what the original predicts (forward KL). Text: the topics of Python's own
 documentation, of which the last part is held out. The topics repeat each other, so what shares a passage with the
 held-out part is not trained on. It prints nats per token on that part for the original, the pruned and the
-recovered model, and draws the curve (which needs matplotlib). Everything lies in --out.
+recovered model, and draws the curve in an SVG. Everything lies in --out.
 
 What comes back comes back on text of this kind; the model has seen no other since it was pruned.
 """
@@ -26,7 +26,9 @@ from transformers import AutoTokenizer
 import halfulp as hu
 from halfulp.compress.distill import Objective, Settings, Training, distill, nats_per_token, save_student
 from halfulp.compress.shrink import measure, shrink
+from halfulp.eval._plots import Scale, plain, scale_for, ticks
 
+TITLE = "SmolLM2-135M with a quarter of its channels and layers pruned, then distilled"
 WINDOW = 256  # tokens
 HELD_OUT = 40  # windows at the end of the text, about a tenth
 SCORED = 16  # of those, evenly spread, and never trained on
@@ -69,22 +71,34 @@ def pruned(out: Path, checkpoint: Any, teacher: Any, data: list[torch.Tensor], c
     return hu.open_checkpoint(place)
 
 
-def draw(path: Path, history: list[dict[str, Any]], original: float, start: float) -> None:
+def draw(history: list[dict[str, Any]], original: float, start: float) -> str:
     """The nats per token on held-out text along training, between those of the original and the pruned model."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    points = [(0, start), *((r["tokens"], r["held_out"]) for r in history if "held_out" in r)]
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(*zip(*points), marker="o", markersize=3, label="recovered")
-    axes.axhline(original, color="black", linewidth=1, label="original")
-    axes.axhline((original + start) / 2, color="gray", linewidth=1, linestyle="--", label="half of the loss")
-    axes.set(xlabel="tokens trained on", ylabel="nats per held-out token", title="SmolLM2-135M, pruned and distilled")
-    axes.legend()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    points = [(0.0, start), *((r["tokens"], r["held_out"]) for r in history if "held_out" in r)]
+    across = Scale(0, points[-1][0], 66, 700)
+    up = scale_for([original, *(y for _, y in points)], 330, 34, log=False)
+    body = [f"<text x='66' y='20' class='title'>{TITLE}</text>"]
+    for value in ticks(up.low, up.high):
+        body.append(f"<path class='grid' d='M66 {up(value):.1f}H700'/>")
+        body.append(f"<text x='58' y='{up(value) + 4:.1f}' text-anchor='end'>{plain(value)}</text>")
+    for value in ticks(0, points[-1][0]):
+        body.append(f"<text x='{across(value):.1f}' y='350' text-anchor='middle'>{plain(value)}</text>")
+    lines = [(original, "original"), ((original + start) / 2, "half of the loss is back")]
+    for value, label in lines:
+        body.append(f"<path class='level' d='M66 {up(value):.1f}H700'/>")
+        body.append(f"<text x='700' y='{up(value) - 5:.1f}' text-anchor='end'>{label}, {value:.3f}</text>")
+    line = "L".join(f"{across(x):.1f} {up(y):.1f}" for x, y in points)
+    body.append(f"<path class='curve' d='M{line}'/>")
+    body += [f"<circle cx='{across(x):.1f}' cy='{up(y):.1f}' r='3.5'/>" for x, y in points]
+    body.append(
+        "<text x='383' y='374' text-anchor='middle'>tokens trained on; up: nats per held-out token</text>"
+    )
+    style = (
+        "text{font:13px system-ui,sans-serif;fill:#333}.title{font-weight:600}.grid{stroke:#e4e4e4}"
+        ".level{stroke:#888;stroke-dasharray:5 4}.curve{fill:none;stroke:#2f6fb0;stroke-width:2}circle{fill:#2f6fb0}"
+        "svg{background:#fff}"
+    )
+    head = "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 730 390' width='730'>"
+    return f"{head}<style>{style}</style><rect width='730' height='390' fill='#fff'/>{''.join(body)}</svg>\n"
 
 
 def main() -> None:
@@ -137,12 +151,8 @@ def main() -> None:
     (run / "result.json").write_text(json.dumps({"original": original, "pruned": start, "recovered": end}) + "\n")
     if not recovered.exists():
         save_student(result.student, recovered, like=small)
-    try:
-        draw(curve, list(result.history), original, start)
-    except ImportError:
-        print(f"no curve drawn: pip install matplotlib, and run this again; its numbers are in {run / 'history.jsonl'}")
-    else:
-        print(curve)
+    curve.write_text(draw(list(result.history), original, start), encoding="utf-8")
+    print(curve)
 
 
 if __name__ == "__main__":

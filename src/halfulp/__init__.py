@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         prune,
         quantize,
         rotate,
+        shrink,
         smooth,
         text,
     )
@@ -71,7 +72,9 @@ _WHERE = {
         "decode describe dot emulate emulate_jax encode error_report error_stats fake_quantize format matmul "
         "optimal_clip pack quantize_optimizer quantize_updates scaled_step unpack"
     ),
-    "compress": ("awq calibration chain compress gptq load open_checkpoint plan_of prune quantize rotate smooth text"),
+    "compress": (
+        "awq calibration chain compress gptq load open_checkpoint plan_of prune quantize rotate shrink smooth text"
+    ),
     "eval": "analyze",
 }
 _HOMES = {name: package for package, names in _WHERE.items() for name in names.split()}
@@ -120,6 +123,7 @@ __all__ = [
     "quantize_updates",
     "rotate",
     "scaled_step",
+    "shrink",
     "smooth",
     "text",
     "unpack",

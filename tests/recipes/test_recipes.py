@@ -62,14 +62,20 @@ def test_two_steps_and_a_sparsity_that_yaml_would_read_as_124(tmp_path):
         ("steps:\n  - prune: {pattern: '2:4'}\n", "name is missing"),
         (
             "name: x\nsteps:\n  - quantize: {weights: int4:g64, group: 64}\n",
-            "unknown key steps.0.quantize.group; the keys here are targets, ignore, weights, activations, kv, ragged",
+            "unknown key steps.0.quantize.group; the keys here are targets, ignore, weights, activations, kv, static, ragged",
         ),
-        ("name: x\nsteps:\n  - quantise: {}\n", "unknown key steps.0.quantise; the keys here are rotate, smooth, awq, quantize, gptq, prune"),
+        (
+            "name: x\nsteps:\n  - quantise: {}\n",
+            "unknown key steps.0.quantise; the keys here are shrink, rotate, smooth, awq, quantize, gptq, prune",
+        ),
         ("name: x\nstep: []\nsteps: []\n", "unknown key step; the keys here are name, description, calibration, steps"),
         ("name: x\nsteps:\n  - quantize: {weights: mxpf4}\n", "steps.0.quantize.weights: cannot read 'mxpf4'"),
         ("name: x\nsteps:\n  - quantize: {weights: mxpf4}\n", "did you mean mxfp4"),
         ("name: x\nsteps:\n  - prune: {pattern: '4:2'}\n", "give N:M with 0 < N < M, such as 2:4"),
-        ("name: x\nsteps:\n  - {}\n", "a step is one of rotate, smooth, awq, quantize, gptq, prune; this one has none"),
+        (
+            "name: x\nsteps:\n  - {}\n",
+            "a step is one of shrink, rotate, smooth, awq, quantize, gptq, prune; this one has none",
+        ),
         (
             "name: x\nsteps:\n  - {prune: {pattern: 0.5}, quantize: {weights: int8:channel}}\n",
             "this one has quantize and prune",
