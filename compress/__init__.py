@@ -13,6 +13,7 @@ from ._rewrites import Awq, Measured, Rewrite, ShrinkByActivations, SmoothQuant,
 from ._text import Text, text
 from ._transforms import Chain, Prune, Quantize, Transform, Weight, chain, gptq, prune, quantize
 from .calibrate import Calibration, calibration
+from .mixed import Sensitivity, allocate, frontier, mixed
 from .rotate import rotate
 
 __all__ = [
@@ -28,18 +29,22 @@ __all__ = [
     "Quantize",
     "Rewrite",
     "Row",
+    "Sensitivity",
     "ShrinkByActivations",
     "SmoothQuant",
     "Text",
     "Transform",
     "Weight",
+    "allocate",
     "awq",
     "calibration",
     "chain",
     "compress",
+    "frontier",
     "gptq",
     "load",
     "manifest_of",
+    "mixed",
     "open_checkpoint",
     "plan_of",
     "prune",

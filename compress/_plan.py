@@ -167,8 +167,8 @@ def start(specs: Iterable[TensorSpec], config: Mapping[str, Any], expert_axis: i
     rows = []
     for spec in specs:
         fused = len(spec.shape) == 3 and "experts" in spec.name.split(".")
-        kind, axis = ("experts", expert_axis) if fused and expert_axis else kind_of(spec.name, spec.shape, config)
-        rows.append(Row(spec, kind, axis or -1, reason=_KEPT.get(kind, "")))
+        kind, axis = kind_of(spec.name, spec.shape, config) if not (fused and expert_axis) else ("experts", expert_axis)
+        rows.append(Row(spec, kind, axis, reason=_KEPT.get(kind, "")))
     return Plan(tuple(rows), config)
 
 

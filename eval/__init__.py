@@ -7,6 +7,7 @@ from ._latency import latency, measure
 from ._record import Record, read_records, write_record
 from ._report import report
 from ._score import Baseline, Settings, load_baseline, score
+from ._sensitivity import estimate, sensitivity
 from ._windows import windows
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Settings",
     "analyze",
     "compare",
+    "estimate",
     "format_picture",
     "latency",
     "load_baseline",
@@ -24,6 +26,7 @@ __all__ = [
     "read_records",
     "report",
     "score",
+    "sensitivity",
     "windows",
     "write_picture",
     "write_record",

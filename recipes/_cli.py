@@ -1,4 +1,4 @@
-"""The command line: halfulp compress, distill, score, report, analyze, format, formats, recipes."""
+"""The command line: halfulp compress, distill, sensitivity, score, report, analyze, format, formats, recipes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from ._distill import distill
+from ._sensitivity import sensitivity
 
 app = typer.Typer(
     help="Compress models with exact number formats, and score what it did.",
@@ -281,6 +282,7 @@ def _width(console: Any) -> int:
 
 
 app.command()(distill)
+app.command()(sensitivity)
 
 _Picture = Annotated[Path | None, typer.Option("--out", "-o", help="Also draw it: an .svg or .html file.")]
 

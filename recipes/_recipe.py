@@ -21,6 +21,7 @@ from ..compress import (
     calibration,
     chain,
     gptq,
+    mixed,
     prune,
     quantize,
     rotate,
@@ -79,6 +80,18 @@ class GptqStep(_Formats):
     order: Literal["group", "static", "none"] = Field("group", description="Which columns are rounded first")
     sweeps: int = Field(0, ge=0, description="Sweeps of coordinate descent afterwards")
     propagate: float = Field(0, ge=0, le=1, description="How far to make good the errors of earlier layers")
+
+
+class MixedStep(_Strict):
+    """Each layer in the format that loses least within a budget, by what `halfulp sensitivity` measured."""
+
+    sensitivity: str = Field(description="The JSON file of halfulp sensitivity")
+    budget_bits: float | None = Field(None, description="Bits for a weight on average, scales among them")
+    budget_bytes: int | None = None
+    at_least: dict[str, float] | None = Field(None, description="Patterns, and the fewest bits of what they match")
+    fixed: dict[str, FormatName] | None = Field(None, description="Patterns, and the format of what they match")
+    by: Literal["gptq", "nearest"] = "gptq"
+    options: dict[str, Any] = Field({}, description="Of gptq or quantize: activations, propagate, ...")
 
 
 class PruneStep(_Touching):
@@ -149,6 +162,7 @@ class Step(_Strict):
     awq: AwqStep | None = None
     quantize: QuantizeStep | None = None
     gptq: GptqStep | None = None
+    mixed: MixedStep | None = None
     prune: PruneStep | None = None
 
     @model_validator(mode="after")
@@ -167,6 +181,7 @@ _MAKE: dict[str, Callable[..., Transform | Rewrite | Measured]] = {
     "awq": awq,
     "quantize": quantize,
     "gptq": gptq,
+    "mixed": lambda options, **given: mixed(**given, **options),
     "prune": prune,
 }
 
@@ -283,6 +298,7 @@ _STEPS: dict[Any, type[BaseModel]] = {
     "awq": AwqStep,
     "quantize": QuantizeStep,
     "gptq": GptqStep,
+    "mixed": MixedStep,
     "prune": PruneStep,
 }
 

@@ -540,3 +540,28 @@ def test_static_scales_that_cannot_be_are_refused(tmp_path, source):
     step = quantize("int8:channel", activations="int8:tensor", static=True, targets=["*.q_proj", "lm_head"])
     with pytest.raises(ValueError, match=r"lm_head.*(measured for linear layers only|never reached)"):
         compress(source, step, tmp_path / "out", calibration=calibration(sequences()))
+
+
+# gpt2 stores its weights as [inputs, outputs]
+
+
+def test_conv1d_weights_are_rounded_along_their_inputs(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    folder = tmp_path / "gpt2"
+    config = GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    ids = sequences(8, 32)
+    rows = plan_of(open_checkpoint(folder), quantize("int4:g16")).rows
+    assert {row.axis for row in rows if row.weights is not None} == {0}
+    errors = {}
+    held = sequences(2, 32, seed=5)
+    for name, step in {"near": quantize("int4:g16"), "gptq": gptq("int4:g16"), "nvfp4": gptq("nvfp4", propagate=0.5)}.items():
+        compress(folder, step, tmp_path / name, calibration=calibration(ids))
+        with torch.inference_mode():
+            errors[name] = float((load(tmp_path / name)(held).logits - load(folder)(held).logits).square().mean())
+    assert errors["gptq"] < errors["near"]
+    compress(folder, prune("2:4", by="sparsegpt"), tmp_path / "sparse", calibration=calibration(ids))
+    weight = load(tmp_path / "sparse").transformer.h[1].mlp.c_fc.weight
+    assert ((weight.T.reshape(-1, 4) == 0).sum(-1) >= 2).all()

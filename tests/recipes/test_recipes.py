@@ -66,7 +66,7 @@ def test_two_steps_and_a_sparsity_that_yaml_would_read_as_124(tmp_path):
         ),
         (
             "name: x\nsteps:\n  - quantise: {}\n",
-            "unknown key steps.0.quantise; the keys here are shrink, rotate, smooth, awq, quantize, gptq, prune",
+            "unknown key steps.0.quantise; the keys here are shrink, rotate, smooth, awq, quantize, gptq, mixed, prune",
         ),
         ("name: x\nstep: []\nsteps: []\n", "unknown key step; the keys here are name, description, calibration, steps"),
         ("name: x\nsteps:\n  - quantize: {weights: mxpf4}\n", "steps.0.quantize.weights: cannot read 'mxpf4'"),
@@ -74,7 +74,7 @@ def test_two_steps_and_a_sparsity_that_yaml_would_read_as_124(tmp_path):
         ("name: x\nsteps:\n  - prune: {pattern: '4:2'}\n", "give N:M with 0 < N < M, such as 2:4"),
         (
             "name: x\nsteps:\n  - {}\n",
-            "a step is one of shrink, rotate, smooth, awq, quantize, gptq, prune; this one has none",
+            "a step is one of shrink, rotate, smooth, awq, quantize, gptq, mixed, prune; this one has none",
         ),
         (
             "name: x\nsteps:\n  - {prune: {pattern: 0.5}, quantize: {weights: int8:channel}}\n",
