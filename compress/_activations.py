@@ -12,7 +12,8 @@ from ..numerics import Block, Format, cast, decode, encode
 def rounded_input(x: torch.Tensor, fmt: Format, scale: torch.Tensor | None = None) -> Any:
     """What a layer sees of x: in the format, or in its elements under a given scale, float32 [1].
 
-    >>> rounded_input(torch.tensor([[0.4, 5.0, -300.0]]), read_format("int8:tensor"), torch.tensor([2.0])).tolist()
+    >>> from halfulp import format
+    >>> rounded_input(torch.tensor([[0.4, 5.0, -300.0]]), format("int8:tensor"), torch.tensor([2.0])).tolist()
     [[0.0, 4.0, -256.0]]
     """
     if scale is None:

@@ -205,14 +205,19 @@ def _sums(
     return total
 
 
-def _trim() -> None:
-    """Give back the memory that the allocator keeps of what is free: a few hundred MB after text and weights are read.
+_MMAP_THRESHOLD = -3  # malloc.h
 
-    Where the C library has no such call, nothing happens.
+
+def _trim() -> None:
+    """Have the allocator give memory back: what it keeps of what is free, a few hundred MB after text and weights are
+    read, and from here on every large tensor's as it goes, where it would raise its bounds by itself.
+
+    Where the C library has no such calls, nothing happens.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim") and hasattr(library, "mallopt"):
+        library.mallopt(_MMAP_THRESHOLD, 1 << 20)
+        library.malloc_trim(0)
 
 
 @contextmanager
