@@ -22,7 +22,7 @@ from halfulp.compress import (
 )
 from halfulp.compress._compress import plan_of
 from halfulp.compress._stream import StreamWriter
-from halfulp.compress.calibrate import Decoder, Seen, lockstep
+from halfulp.compress.calibrate import Decoder, Seen, _experts, lockstep
 from halfulp.compress.methods._gptq import gptq as core_gptq
 from halfulp.compress.methods._grid import grid_of
 from halfulp.numerics import decode
@@ -262,26 +262,46 @@ def test_another_calibration_is_another_run(tmp_path, source, monkeypatch):
         compress(source, gptq("int4:g16"), tmp_path / "out", calibration=calibration(sequences(seed=1)))
 
 
-def test_an_expert_that_no_token_reaches_is_calibrated_on_the_others_and_said_so(tmp_path):
-    tensors = weights("qwen3_moe", torch.float32)
-    folder = checkpoint(tmp_path / "model", "qwen3_moe", torch.float32, tensors=tensors)
-    from halfulp.compress.calibrate import _experts
+def moe(folder, experts):
+    """A tiny mixture of so many experts, two of which see each token."""
+    tensors = {n: w for n, w in weights("qwen3_moe", torch.float32).items() if ".experts." not in n}
+    generator = torch.Generator().manual_seed(1)
+    for layer in range(2):
+        place = f"model.layers.{layer}.mlp"
+        tensors[f"{place}.gate.weight"] = torch.randn(experts, 64, generator=generator)
+        for e in range(experts):
+            for name, shape in {"gate": (32, 64), "up": (32, 64), "down": (64, 32)}.items():
+                tensors[f"{place}.experts.{e}.{name}_proj.weight"] = torch.randn(shape, generator=generator) * 0.05
+    checkpoint(folder, "qwen3_moe", torch.float32, tensors=tensors)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_experts": experts}))
+    return folder
 
+
+@pytest.mark.parametrize("experts", [3, 64])
+@pytest.mark.parametrize("propagate", [0.0, 0.5])
+def test_an_expert_that_no_token_reaches_is_calibrated_on_the_others_and_said_so(
+    tmp_path, monkeypatch, experts, propagate
+):
+    folder = moe(tmp_path / "model", experts)
     forward = _experts.Experts.forward
 
     def routed(self, hidden, chosen, share):
-        return forward(self, hidden, torch.where(chosen == 3, 2, chosen), share)
+        return forward(self, hidden, torch.where(chosen == 2, 1, chosen), share)  # none to the third
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_experts.Experts, "forward", routed)
-        manifest = compress(
-            folder, gptq("int4:g16", targets="*_proj"), tmp_path / "out", calibration=calibration(sequences())
-        )
-    facts = manifest["tensors"]["model.layers.1.mlp.experts.3.up_proj.weight"]["facts"]
-    assert "no token was routed to it" in facts["fallback"]
-    assert facts["tokens"] > 0
-    assert any("6 tensors no token was routed" in note for note in manifest["notes"])
-    assert "fallback" not in manifest["tensors"]["model.layers.1.mlp.experts.2.up_proj.weight"]["facts"]
+    monkeypatch.setattr(_experts.Experts, "forward", routed)
+    step = gptq("int4:g16", targets="*_proj", propagate=propagate)
+    manifest = compress(folder, step, tmp_path / "out", calibration=calibration(sequences(8, 48)))
+    for layer in range(2):
+        for name in ("gate", "up", "down"):
+            facts = manifest["tensors"][f"model.layers.{layer}.mlp.experts.2.{name}_proj.weight"]["facts"]
+            assert "no token was routed to it" in facts["fallback"]
+            assert facts["tokens"] == 8 * 48 * 2  # what the others saw, two for each token
+    told = [note for note in manifest["notes"] if "no token was routed" in note]
+    assert len(told) == 1
+    assert "model.layers.0.mlp.experts.2" in told[0]
+    assert "fallback" not in manifest["tensors"]["model.layers.1.mlp.experts.1.up_proj.weight"]["facts"]
+    monkeypatch.undo()
     assert torch.isfinite(load(tmp_path / "out")(sequences(1)).logits).all()
 
 
@@ -557,7 +577,11 @@ def test_conv1d_weights_are_rounded_along_their_inputs(tmp_path):
     assert {row.axis for row in rows if row.weights is not None} == {0}
     errors = {}
     held = sequences(2, 32, seed=5)
-    for name, step in {"near": quantize("int4:g16"), "gptq": gptq("int4:g16"), "nvfp4": gptq("nvfp4", propagate=0.5)}.items():
+    for name, step in {
+        "near": quantize("int4:g16"),
+        "gptq": gptq("int4:g16"),
+        "nvfp4": gptq("nvfp4", propagate=0.5),
+    }.items():
         compress(folder, step, tmp_path / name, calibration=calibration(ids))
         with torch.inference_mode():
             errors[name] = float((load(tmp_path / name)(held).logits - load(folder)(held).logits).square().mean())
