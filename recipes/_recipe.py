@@ -240,7 +240,7 @@ _Loader.yaml_implicit_resolvers = {
 def shipped() -> dict[str, Path]:
     """The recipes that come with halfulp, by name."""
     folder = Path(str(resources.files(__package__)))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"), key=lambda path: path.stem)}
 
 
 def _key(name: str) -> str:
