@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,24 +13,23 @@ import torch
 
 from ..numerics import Format, cast, decode
 from ._activations import rounded_input, static_scale
-from ._checkpoint import Checkpoint
 from ._layouts import restore, stored
 from ._plan import Plan, Row
 from ._stream import StreamWriter
 from ._tensorwise import difference, finished, source_hash
 from ._transforms import Transform, Weight
-from .calibrate import Calibration, Decoder, Need, Seen, States, lockstep
+from .calibrate import Decoder, Need, Seen, States, lockstep
 
 Tensors = dict[str, torch.Tensor]
 
 
 def write_blocks(
-    checkpoint: Checkpoint,
+    decoder: Decoder,
     plan: Plan,
     transform: Transform,
     layout: str | None,
     writer: StreamWriter,
-    calibration: Calibration,
+    sequences: Sequence[torch.Tensor],
     told: Callable[[Row], None],
 ) -> None:
     """Write the rows that need a calibration. A block is the unit of resuming: one of which a row is missing is
@@ -40,13 +39,15 @@ def write_blocks(
     states of all sequences (twice where the original model's are needed too), and what the layers of the block still
     need to compute.
     """
-    decoder = Decoder(checkpoint)
+    checkpoint = decoder.checkpoint
     rows = {row.name: row for row in plan.rows if row.touched}
     with torch.inference_mode():
-        states = decoder.start(calibration.tokens(checkpoint))
+        # an embedding that is compressed is read as it will be
+        early = {row.name: _written(writer, row, layout) for row in rows.values() if row.kind == "embedding"}
+        states = decoder.start(sequences, early)
         original = None
         if any("cross" in row.needs for row in rows.values()):
-            original = States([x.clone() for x in states.hidden], states.calls)
+            original = decoder.start(sequences) if early else States(list(states.hidden), states.calls)
         for k in range(decoder.blocks):
             names = decoder.tensors_of(k)
             inside = {parameter: rows.pop(name) for parameter, name in names.items() if name in rows}
@@ -122,8 +123,8 @@ def _calibrate(
     The states move on to the block's outputs. scales: where those of static inputs are put.
     """
     count = len(states.hidden)
-    # in the order of the block's modules, which is the order of their calls
-    layers = {p.removesuffix(".weight"): row for p, row in todo.items() if row.kind == "linear"}
+    # in the order of the block's modules, in which experts are called
+    layers = {p.removesuffix(".weight"): row for p, row in todo.items()}
     modules = {name: block.get_submodule(name) for name in layers}
     made: dict[str, tuple[Tensors, dict[str, Any]]] = {}
     siblings: dict[str, Seen] = {}
@@ -140,18 +141,16 @@ def _calibrate(
 
     hidden: dict[int, torch.Tensor] = {}
     originals = None if original is None else _Originals(decoder, k, original, list(layers))
-    last: tuple[list[torch.Tensor], Seen] | None = None
+    last: tuple[list[torch.Tensor], Seen, Any] | None = None
     try:
         for name, inputs in lockstep(lambda i: decoder.run(block, k, states, i), count, modules, hidden.__setitem__):
             given = [inputs[i] for i in sorted(inputs)]
+            was = originals.of(name) if originals is not None else {}
             # q, k and v read the same tensors, and so do gate and up
-            if (
-                last is None
-                or len(last[0]) != len(given)
-                or any(a is not b for a, b in zip(last[0], given, strict=True))
-            ):
-                was = originals.of(name) if originals is not None else {}
-                last = given, _seen(layers[name], inputs, was)
+            row = layers[name]
+            asked = (row.needs, row.static, row.activations)
+            if last is None or last[2] != asked or [id(x) for x in last[0]] != [id(x) for x in given]:
+                last = given, _seen(row, inputs, was), asked
             seen = last[1]
             family = _family(name)
             if family != name:
@@ -165,9 +164,6 @@ def _calibrate(
             others = siblings.get(_family(name))
             told = {"fallback": "no token was routed to it: calibrated on what the other experts saw"}
             put(name, others, told if others else {})
-    for row in todo.values():
-        if row.name not in made:
-            made[row.name] = _transformed(decoder.checkpoint.read(row.name), row, None, transform, layout)[:2]
     states.hidden[:] = [hidden[i] for i in range(count)]
     return made
 
@@ -230,11 +226,11 @@ def _rounding_inputs(
     """
     handles, wrapped = [], []
     for parameter, row in rows.items():
-        module = block.get_submodule(parameter.removesuffix(".weight"))
-        if row.activations is None or not isinstance(module, torch.nn.Linear):
+        if row.activations is None or row.kind != "linear":
             continue
+        module = block.get_submodule(parameter.removesuffix(".weight"))
         if row.static:
-            module.forward = _rounds_static(module.forward, row, scales)  # type: ignore[method-assign, assignment]
+            module.forward = _rounds_static(module.forward, row, scales)
             wrapped.append(module)
         else:
             handles.append(module.register_forward_pre_hook(_rounds(row.activations)))
@@ -272,7 +268,7 @@ class _Originals:
     """What the same tokens are in the original model, whose block runs in step with the compressed one."""
 
     def __init__(self, decoder: Decoder, k: int, states: States, names: list[str]) -> None:
-        self._rank = {name: i for i, name in enumerate(names)}
+        self._asked: set[str] = set()
         self._states = states
         self._held = decoder.block(k, apart=True)
         block = self._held.__enter__()
@@ -284,7 +280,8 @@ class _Originals:
 
     def of(self, name: str) -> Mapping[int, torch.Tensor]:
         """The original inputs of a layer; none for experts, to which other tokens may be routed."""
-        while self._next is not None and self._rank[self._next[0]] < self._rank[name]:
+        self._asked.add(name)
+        while self._next is not None and self._next[0] != name and self._next[0] in self._asked:
             self._next = next(self._steps, None)
         same = self._next is not None and self._next[0] == name and _family(name) == name
         return self._next[1] if same and self._next is not None else {}

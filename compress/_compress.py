@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ._blockwise import write_blocks
 from ._checkpoint import Checkpoint, open_checkpoint
@@ -25,19 +25,14 @@ from ._layouts import (
 )
 from ._manifest import MANIFEST, content_hash, manifest_for
 from ._plan import Plan, Row, start
-from ._rewrites import Measured, Rewrite, rewritten
+from ._rewrites import Measured, Rewrite, ShrinkByActivations, rewritten
 from ._safetensors import JOURNAL, TensorSpec
 from ._stream import StreamWriter, fsync_path, require_space
 from ._tensorwise import source_hash, with_shared_amax, write_tensors
 from ._transforms import Chain, Transform
-from .calibrate import Calibration
+from .calibrate import Calibration, Decoder
 
 SHARD_BYTES = 5 * 10**9
-_CHUNK_BYTES = 1 << 21  # source bytes that one thread works on at a time
-_ROWS = 32  # zero points are packed along the rows, 32 at a time
-
-A = TypeVar("A")
-B = TypeVar("B")
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,10 @@ def plan_of(
     steps = transform if isinstance(transform, Chain) else Chain((transform,))
     if isinstance(tensors, Checkpoint):
         # what follows from a measurement changes no names and no shapes
-        tensors, notes = rewritten(tensors, [s for s in steps.rewrites if isinstance(s, Rewrite)], None)
+        known = [s.preview() if isinstance(s, ShrinkByActivations) else s for s in steps.rewrites]
+        tensors, notes = rewritten(tensors, [s for s in known if isinstance(s, Rewrite)], None)
+        later = [str(s) for s in steps.rewrites if isinstance(s, Measured)]
+        notes += tuple(f"{name}: the numbers follow from the calibration" for name in later)
         specs: Iterable[TensorSpec] = tensors.tensors.values()
         config = tensors.config
     else:
@@ -120,9 +118,16 @@ def compress(
     if not any(row.touched for row in plan.rows) and plan.kv is None and not steps.rewrites:
         raise ValueError("the recipe touches no tensor of this model: see the plan, and its ignore patterns")
     calibrated = frozenset(row.name for row in plan.rows if row.needs)
+    decoder, sequences = None, []
     if calibrated and calibration is None:
-        how = ", ".join(sorted({str(m) for row in plan.rows for m in (row.rounding, row.score) if m is not None}))
+        methods = {str(m) for row in plan.rows for m in (row.rounding, row.score) if m is not None}
+        how = ", ".join(sorted(methods)) or "static activations"
         raise ValueError(f"{how} needs a calibration: give one, such as calibration('wikitext2')")
+    measured = any(isinstance(step, Measured) for step in steps.rewrites)
+    if calibration is not None and (calibrated or measured):
+        # what is wrong with the text or the model shows here, before anything is written
+        sequences = calibration.tokens(checkpoint)
+        decoder = Decoder(checkpoint)
     chosen, why = choose(plan, layout)
     dtype = runtime_dtype(plan, chosen)
     given = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype"))
@@ -140,8 +145,7 @@ def compress(
     specs = [spec for row in plan.rows for spec in stored(row, chosen)]
     facts: list[Any] = [version("halfulp"), repr(steps.rewrites), str(plan), repr(plan.rows), repr(plan.kv), chosen]
     facts += [shard_bytes, dict(recipe or {})]
-    if calibration is not None:
-        facts.append(calibration.identity())
+    facts.append([ids.tolist() for ids in sequences])
     run = _hash([_shapes(checkpoint), checkpoint.config, *facts])
     partial = out.with_name(out.name + ".partial")
     if not _complete(partial, run, checkpoint):
@@ -150,11 +154,14 @@ def compress(
         with _writing(partial, specs, shard_bytes, _hash([checkpoint.identity(), run])) as writer:
             told = _told(plan, progress)
             write_tensors(checkpoint, plan, steps, chosen, writer, calibrated, told)
-            if calibrated and calibration is not None:
-                write_blocks(checkpoint, plan, steps, chosen, writer, calibration, told)
+            if calibrated and decoder is not None:
+                write_blocks(decoder, plan, steps, chosen, writer, sequences, told)
             manifest = manifest_for(checkpoint, plan, chosen, writer.done, recipe, run)
-            if calibration is not None:
-                manifest["calibration"] = {"text": str(calibration), "sha256": calibration.identity()}
+            if sequences:
+                manifest["calibration"] = {
+                    "text": str(calibration),
+                    "sha256": _hash([ids.tolist() for ids in sequences]),
+                }
             checkpoint.copy_side_files(partial)
             config = dict(checkpoint.config)
             if quantization := quantization_config(plan, chosen):

@@ -22,8 +22,10 @@ def encode_row(value: torch.Tensor, row: Row) -> Quantized | torch.Tensor:
     """A row's tensor rounded to nearest, under the scale that it shares with others."""
     fmt = row.weights
     assert fmt is not None
-    if row.amax is None or not row.amax > float(value.abs().max()):
+    if row.amax is None:
         return encode(value, fmt)
+    # what a step before this one has made larger than all of them were is cut, for the scale is theirs too
+    value = value.clamp(-row.amax, row.amax)
     # a row (a column, where blocks lie along rows) that holds the largest magnitude of all while the scale is found
     dim = value.ndim - 1 if isinstance(fmt, Block) and fmt.axis in (0, -value.ndim) else 0
     more = torch.zeros_like(value.narrow(dim, 0, 1))
@@ -49,7 +51,8 @@ class Gptq:
         if self.order not in ORDERS:
             raise ValueError(f"order={self.order!r}: choose {', '.join(map(repr, ORDERS))}")
         for name, low, high in (("damp", 0.0, 1.0), ("propagate", 0.0, 1.0)):
-            if not low <= getattr(self, name) <= high:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
                 raise ValueError(f"{name}={getattr(self, name)!r}: give a number from {low:g} to {high:g}")
         for name, least in (("sweeps", 0), ("block", 1)):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < least:
@@ -89,8 +92,8 @@ class Gptq:
         keep = keep.T if across and keep is not None else keep
         hessian = seen.second.numpy()
         target = weight
-        if self.propagate and seen.cross is not None and factor(hessian, self.damp) is not None:
-            target = corrected(weight, hessian, seen.cross.numpy(), max(self.damp, 1e-3), self.propagate)
+        if self.propagate and seen.cross is not None and (found := factor(hessian, max(self.damp, 1e-3))) is not None:
+            target = corrected(weight, hessian, seen.cross.numpy(), found[0], self.propagate)
         second = None if row.amax is None else grid_of(fmt).tensor_scale(row.amax)
         options: dict[str, Any] = {"damp": self.damp, "order": self.order, "block": self.block}
         rounded = round_gptq(target, hessian, fmt, keep=keep, tensor_scale=second, **options)
@@ -104,6 +107,8 @@ class Gptq:
             "tokens": seen.tokens,
             "output_loss": _digits(output_loss(weight, rounded.values(), hessian)),
         }
+        if dead := int((np.diagonal(hessian) == 0).sum()):
+            facts["dead_inputs"] = dead
         if rounded.damp != self.damp:
             facts["fallback"] = f"damping of {rounded.damp:g} instead of {self.damp:g}, to make the Hessian positive"
         return _codes(rounded, across, fmt), facts

@@ -49,6 +49,8 @@ def _arguments(fmt: Block) -> dict[str, Any] | None:
     integer = isinstance(element, Fixed) and element.fraction == 0 and element.signed and 2 <= element.bits <= 8
     if isinstance(element, Fixed) and element.sign_magnitude:
         return None
+    if fmt.zero_point and size == "tensor":
+        return None
     if not (integer or element in _MX) or fmt.axis != -1:
         return None
     args: dict[str, Any] = {

@@ -32,11 +32,11 @@ class Row:
     """One tensor of the source and what becomes of it.
 
     ``kind``: linear, experts, embedding, head, router or other. ``axis``: the axis that a matmul sums over.
-    ``static`` says that the scale of the activations is measured beforehand, one for all.
-    ``weights`` None means that the numbers stay in their own type. ``rounding`` is how their codes are found and
-    ``score`` what decides which weights go, None for nearest and for magnitude. ``shares`` are the tensors, itself
-    among them, that a runtime makes one of, so that a scale of the whole tensor has to be theirs too, and ``amax`` is
-    their largest magnitude, known when they have been read. ``reason`` says why a tensor is
+    ``weights`` None means that the numbers stay in their own type. ``static`` says that the scale of the activations
+    is measured beforehand, one for all. ``rounding`` is how the codes are found and ``score`` what decides which
+    weights go, None for nearest and for magnitude. ``shares`` are the tensors, itself among them, that a runtime
+    makes one of, so that a scale of the whole tensor has to be theirs too, and ``amax`` is their largest magnitude,
+    known when they have been read. ``step`` is the step that puts it into its format. ``reason`` says why a tensor is
     kept, ``note`` what was done otherwise than asked.
     """
 
@@ -51,6 +51,7 @@ class Row:
     score: Any = None
     shares: tuple[str, ...] = ()
     amax: float | None = None
+    step: Any = None
     reason: str = ""
     note: str = ""
 

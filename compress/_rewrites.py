@@ -159,6 +159,10 @@ class ShrinkByActivations:
     def __str__(self) -> str:
         return "shrink by activations"
 
+    def preview(self) -> Shrink:
+        """One of the same shapes, of which layers and channels are chosen without a measurement."""
+        return shrink_of(**dict(self.amounts), multiple_of=self.multiple_of)
+
     def measured(self, checkpoint: Checkpoint, calibration: Calibration) -> Shrink:
         importance = measure_units(load(checkpoint), calibration.tokens(checkpoint))
         return shrink_of(**dict(self.amounts), by=importance, multiple_of=self.multiple_of)

@@ -151,20 +151,22 @@ class Quantize:
                 fmt = replace(fmt, axis=row.axis)
         activations = self.activations if row.kind != "experts" else None
         static = self.static and activations is not None
-        if static and row.kind != LINEAR:
-            raise ValueError(f"{row.name}: static activations are measured for linear layers only; ignore the module")
+        if static and (row.kind != LINEAR or ".experts." in row.name):
+            raise ValueError(
+                f"{row.name}: static activations are measured for linear layers only, no experts among them; ignore "
+                "the module, or give it activations with scales of their own in another step"
+            )
         rounding = self.rounding
         if rounding is not None and (row.kind != LINEAR or not isinstance(fmt, Block)):
             what = f"{row.kind} tensors" if row.kind != LINEAR else f"{fmt}, which has no scale,"
-            rounding, note = None, f"{what} rounded to nearest, not by {self.rounding}"
+            rounding, note = None, f"{note}; " * bool(note) + f"{what} rounded to nearest, not by {self.rounding}"
         if rounding is not None:
             rounding.check(fmt)
-        return replace(
-            row, weights=fmt, activations=activations, static=static, rounding=rounding, reason="", note=note
-        )
+        row = replace(row, weights=fmt, activations=activations, static=static, reason="", note=note)
+        return replace(row, rounding=rounding, step=self)
 
     def apply(self, weight: Weight, row: Row, seen: Seen | None = None) -> Weight:
-        if row.weights is None or weight.codes is not None:
+        if row.weights is None or weight.codes is not None or row.step not in (None, self):
             return weight
         if row.static:
             weight = replace(weight, input_scale=_input_scale(row, seen))
@@ -179,15 +181,16 @@ def _input_scale(row: Row, seen: Seen | None) -> torch.Tensor:
     """The scale that the activations' rule gives the largest magnitude seen, float32 [1]."""
     if seen is None or seen.amax is None or not float(seen.amax.max()) > 0:
         raise ValueError(
-            f"{row.name}: the calibration never reached the layer, so its activations have no scale; give more text, "
-            "leave static out, or ignore the module"
+            f"{row.name}: the calibration never reached the layer (it lies outside of the decoder blocks, or no token "
+            "went there), so its activations have no scale; leave static out, or ignore the module"
         )
     assert row.activations is not None
     return static_scale(seen.amax, row.activations)
 
 
 def _tensorwide(fmt: Format | None) -> bool:
-    return isinstance(fmt, Block) and (fmt.size == "tensor" or fmt.tensor_scale is not None)
+    whole = isinstance(fmt, Block) and (fmt.size == "tensor" or fmt.tensor_scale is not None)
+    return whole and not isinstance(fmt.size, tuple)  # type: ignore[union-attr]
 
 
 def _tiled(fmt: Block, row: Row) -> Block:

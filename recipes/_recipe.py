@@ -91,7 +91,12 @@ class MixedStep(_Strict):
     at_least: dict[str, float] | None = Field(None, description="Patterns, and the fewest bits of what they match")
     fixed: dict[str, FormatName] | None = Field(None, description="Patterns, and the format of what they match")
     by: Literal["gptq", "nearest"] = "gptq"
-    options: dict[str, Any] = Field({}, description="Of gptq or quantize: activations, propagate, ...")
+    activations: FormatName | None = None
+    kv: FormatName | None = None
+    damp: float = Field(0.01, ge=0, le=1, description="As in gptq, and so on; without effect by nearest")
+    order: Literal["group", "static", "none"] = "group"
+    sweeps: int = Field(0, ge=0)
+    propagate: float = Field(0, ge=0, le=1)
 
 
 class PruneStep(_Touching):
@@ -174,6 +179,12 @@ class Step(_Strict):
         return self
 
 
+def _mixed(by: str, **given: Any) -> Transform:
+    for name in ("damp", "order", "sweeps", "propagate") if by == "nearest" else ():
+        given.pop(name)
+    return mixed(by=by, **given)  # type: ignore[arg-type]
+
+
 _MAKE: dict[str, Callable[..., Transform | Rewrite | Measured]] = {
     "shrink": shrink,
     "rotate": rotate,
@@ -181,7 +192,7 @@ _MAKE: dict[str, Callable[..., Transform | Rewrite | Measured]] = {
     "awq": awq,
     "quantize": quantize,
     "gptq": gptq,
-    "mixed": lambda options, **given: mixed(**given, **options),
+    "mixed": _mixed,
     "prune": prune,
 }
 
@@ -210,7 +221,7 @@ class Recipe(_Strict):
     def calibrated_on(self, text: str | None = None) -> Calibration | None:
         """What the recipe calibrates on, or another text instead of its own; None where no step asks for any."""
         if not self.transform().calibrates:
-            if text is not None:
+            if text is not None or self.calibration is not None:
                 raise ValueError(f"the recipe {self.name} calibrates nothing: leave the calibration out")
             return None
         asked = self.calibration or CalibrationText.model_validate({})

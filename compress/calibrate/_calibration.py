@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,16 +42,17 @@ class Calibration:
             last = len(body) - room
             starts = [i * last // max(self.sequences - 1, 1) for i in range(self.sequences)]
             cut = [torch.tensor(head + body[start : start + room]) for start in dict.fromkeys(starts)]
+        places = checkpoint.config.get("max_position_embeddings", checkpoint.config.get("n_positions"))
+        longest = max(len(ids) for ids in cut)
+        if isinstance(places, int) and longest > places:
+            raise ValueError(
+                f"a calibration sequence has {longest} tokens, and the model takes {places}: give a smaller length"
+            )
         size = checkpoint.config.get("vocab_size")
         most = max(int(ids.max()) for ids in cut)
         if isinstance(size, int) and most >= size:
             raise ValueError(f"the calibration has the token id {most}, and the model's vocabulary has {size}")
         return cut
-
-    def identity(self) -> str:
-        """A hash of all that the sequences follow from, but for the tokenizer."""
-        source = None if self.text is None else self.text.sha256
-        return hashlib.sha256(json.dumps([source, self.sequences, self.length, self.ids]).encode()).hexdigest()
 
     def __str__(self) -> str:
         source = "token ids" if self.text is None else self.text.source
@@ -86,11 +85,17 @@ def calibration(
     for name, value in (("sequences", sequences), ("length", length)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r}: expected a whole number from 1")
+    if mask is not None and isinstance(source, (Text, str, Path)):
+        raise ValueError("a mask belongs to token ids: a text has no padding")
     if isinstance(source, Text):
         return Calibration(source, sequences, length)
     if isinstance(source, (str, Path)):
         return Calibration(text(str(source), split=split), sequences, length)
-    rows = [torch.as_tensor(row).reshape(-1) for row in source]
+    rows = [torch.as_tensor(row) for row in source]
+    for row in rows:
+        if row.ndim != 1:
+            shape = list(row.shape)
+            raise ValueError(f"a calibration sequence of shape {shape}: give sequences, or a batch [sequences, length]")
     if mask is not None:
         masks = [torch.as_tensor(row).reshape(-1) for row in mask]
         if [row.shape for row in masks] != [row.shape for row in rows]:

@@ -20,13 +20,19 @@ class _Stop(Exception):
     pass
 
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+# their blocks hand on more than hidden states
+_MORE_THAN_HIDDEN = {"gemma3n", "gemma3n_text"}
+
+
 @dataclass(frozen=True)
 class States:
-    """Hidden states on their way through the blocks, [1, tokens, hidden] for each sequence, and what else a block is
-    called with, by block and number of tokens."""
+    """Hidden states on their way through the blocks, [1, tokens, hidden] for each sequence, and what else each block
+    is called with for it; sequences for which that is the same share it."""
 
     hidden: list[torch.Tensor]
-    calls: Mapping[tuple[int, int], tuple[tuple[Any, ...], dict[str, Any]]]
+    calls: Mapping[tuple[int, int], Call]
 
 
 class Decoder:
@@ -46,15 +52,20 @@ class Decoder:
         config = {k: v for k, v in checkpoint.config.items() if k not in ("quantization_config", "torch_dtype")}
         if "model_type" not in config:
             raise ValueError(f"{checkpoint.source} has no config.json with a model_type: it cannot be built as a model")
+        if config["model_type"] in _MORE_THAN_HIDDEN:
+            raise ValueError(
+                f"{checkpoint.source}: the blocks of {config['model_type']} hand on more than hidden states, which a "
+                "calibration block by block does not know; use a recipe without calibration"
+            )
         built = transformers.AutoConfig.for_model(**config)
         built.use_cache = False
         with init_empty_weights(include_buffers=False):
             model: Any = transformers.AutoModelForCausalLM.from_config(built, dtype=dtype)
         self._base: Any = model.base_model.eval()
         self._list, self._path = _blocks_of(model)
-        names = expert_names(checkpoint.tensors)
-        for block in self._list:
-            unfuse(block, names)
+        if names := expert_names(checkpoint.tensors):
+            for block in self._list:
+                unfuse(block, names)
         self._names = _names(checkpoint, model)
 
     @property
@@ -63,7 +74,11 @@ class Decoder:
 
     def tensors_of(self, k: int) -> dict[str, str]:
         """The checkpoint's names of a block's parameters, by their name within the block."""
-        return {name: self._named(f"{self._path}.{k}.{name}") for name, _ in self._list[k].named_parameters()}
+        block, place = self._list[k], f"{self._path}.{k}."
+        names = {name: self._named(place + name) for name, _ in block.named_parameters()}
+        # buffers that a checkpoint holds, such as the bias of a router's scores
+        held = [name for name in block.state_dict() if name not in names and place + name in self._names]
+        return names | {name: self._names[place + name] for name in held}
 
     def _named(self, parameter: str) -> str:
         if parameter not in self._names:
@@ -79,43 +94,50 @@ class Decoder:
     ) -> Iterator[torch.nn.Module]:
         """A block with its weights, from the checkpoint or, by the checkpoint's names, from ``weights``; with
         ``apart`` one that may be held beside another of the same number."""
-        block = copy.deepcopy(self._list[k]) if apart else self._list[k]
+        block = _alone(self._list[k]) if apart else self._list[k]
         names = self.tensors_of(k)
         given = weights or {}
         _fill(block, {p: given[n] if n in given else self.checkpoint.read(n) for p, n in names.items()}, self.dtype)
         try:
             yield block
         finally:
-            block.to("meta")
+            _empty(block)
 
-    def start(self, sequences: Sequence[torch.Tensor]) -> States:
-        """What enters the first block for each sequence of token ids, and what else all blocks are called with."""
+    def start(self, sequences: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor] | None = None) -> States:
+        """What enters the first block for each sequence of token ids, and what else all blocks are called with.
+
+        weights: in place of the checkpoint's, by its names.
+        """
         hidden: list[torch.Tensor] = []
-        calls: dict[tuple[int, int], tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        calls: dict[tuple[int, int], Call] = {}
+        shared: dict[tuple[int, int], Call] = {}
+        given = weights or {}
         inside = {id(p) for p in self._list.parameters()}
         outside = {}
         for name, parameter in self._base.named_parameters():
             if id(parameter) not in inside:
-                outside[name] = self.checkpoint.read(self._named(self._prefixed(name)))
-        tokens = 0
+                source = self._named(self._prefixed(name))
+                outside[name] = given[source] if source in given else self.checkpoint.read(source)
+        at = [0, 0]  # the sequence, and its tokens
 
         def recorder(k: int) -> Callable[..., Any]:
             def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
                 if k == 0:
                     hidden.append(x.clone())
-                calls.setdefault((k, tokens), (args, kwargs))
+                first = shared.setdefault((k, at[1]), (args, kwargs))
+                calls[k, at[0]] = first if _same(first, (args, kwargs)) else (args, kwargs)
                 if k == self.blocks - 1:
                     raise _Stop
                 return x
 
             return forward
 
-        _fill(self._base, outside, self.dtype, own=True)
+        _fill(self._base, outside, self.dtype)
         try:
             for k, block in enumerate(self._list):
                 block.forward = recorder(k)
-            for ids in sequences:
-                tokens = len(ids)
+            for i, ids in enumerate(sequences):
+                at[:] = i, len(ids)
                 with suppress(_Stop):
                     self._base(ids.reshape(1, -1), use_cache=False)
         finally:
@@ -123,6 +145,7 @@ class Decoder:
                 del block.forward
             for name in outside:
                 _put(self._base, name, torch.empty_like(outside[name], device="meta"))
+            del outside
         return States(hidden, calls)
 
     def _prefixed(self, name: str) -> str:
@@ -132,9 +155,33 @@ class Decoder:
     def run(self, block: torch.nn.Module, k: int, states: States, i: int) -> torch.Tensor:
         """A block's output for sequence i."""
         x = states.hidden[i]
-        args, kwargs = states.calls[k, x.shape[1]]
+        args, kwargs = states.calls[k, i]
         out = block(x, *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
+
+
+def _alone(block: torch.nn.Module) -> torch.nn.Module:
+    """A copy of an empty block, without what was hung on the original."""
+    block = copy.deepcopy(block)
+    for module in block.modules():
+        module._forward_pre_hooks.clear()
+        module.__dict__.pop("forward", None)
+    return block
+
+
+def _empty(block: torch.nn.Module) -> None:
+    for name, parameter in list(block.named_parameters()):
+        _put(block, name, torch.empty_like(parameter, device="meta"))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return a is b or (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b))
+    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return a is b or bool(a == b)
 
 
 def _blocks_of(model: Any) -> tuple[torch.nn.ModuleList, str]:
@@ -153,7 +200,7 @@ def _names(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
     """The checkpoint's tensor for each parameter of the model, by the renamings that transformers knows."""
     from transformers.conversion_mapping import WeightRenaming, get_model_conversion_mapping
 
-    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)} | set(model.state_dict())
     renamings = [r for r in get_model_conversion_mapping(model) if isinstance(r, WeightRenaming)]
     prefix = model.base_model_prefix
     names: dict[str, str] = {}
@@ -169,8 +216,8 @@ def _names(checkpoint: Checkpoint, model: Any) -> dict[str, str]:
     return names
 
 
-def _fill(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, own: bool = False) -> None:
-    shapes = dict(module.named_parameters())
+def _fill(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    shapes = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     wrong = [n for n, t in tensors.items() if t.shape != shapes[n].shape]
     if wrong:
         name = wrong[0]
@@ -180,9 +227,19 @@ def _fill(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], dtype: t
         )
     for name, tensor in tensors.items():
         # a copy: the weights change while the block is calibrated
-        _put(module, name, tensor.to(dtype, copy=True).contiguous())
+        made = tensor.to(dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
+        _put(module, name, made.contiguous())
 
 
 def _put(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
     path, _, last = name.rpartition(".")
-    module.get_submodule(path)._parameters[last] = torch.nn.Parameter(tensor, requires_grad=False)
+    home = module.get_submodule(path)
+    if last in home._buffers:
+        home._buffers[last] = tensor
+    else:
+        home._parameters[last] = torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def is_linear(module: torch.nn.Module) -> bool:
+    """A layer with one matrix: torch's, or GPT-2's, which stores it the other way round."""
+    return isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"

@@ -39,9 +39,11 @@ class Experts(torch.nn.Module):
         return total
 
 
-def expert_names(tensors: Iterable[str]) -> Names:
-    """What the checkpoint calls the layers of its experts."""
+def expert_names(tensors: Iterable[str]) -> Names | None:
+    """What the checkpoint calls the layers of its experts; None where they are not apart in it."""
     found = {match[1] for name in tensors if (match := re.search(r"experts\.\d+\.(\w+)\.weight$", name))}
+    if not found:
+        return None
     return ("w1", "w3", "w2") if found == {"w1", "w2", "w3"} else ("gate_proj", "up_proj", "down_proj")
 
 
@@ -51,6 +53,12 @@ def unfuse(block: torch.nn.Module, names: Names) -> None:
         parameters = dict(module.named_parameters(recurse=False))
         if set(parameters) != {"gate_up_proj", "down_proj"} or not hasattr(module, "act_fn"):
             continue
+        gate = getattr(type(module), "_apply_gate", None)
+        if gate is not None and gate.__name__ != "_default_apply_gate":
+            raise ValueError(
+                f"{path}: {type(module).__name__} does more between its layers than gate and multiply, which a "
+                "calibration of single experts does not know; use a recipe without calibration"
+            )
         both, down = parameters["gate_up_proj"], parameters["down_proj"]
         if both.dim() != 3 or both.shape[1] != 2 * down.shape[2] or both.shape[2] != down.shape[1]:
             continue

@@ -8,7 +8,7 @@ import torch
 
 from .._checkpoint import Checkpoint
 from ._calibration import Calibration
-from ._decoder import Decoder
+from ._decoder import Decoder, is_linear
 from ._seen import Need, Seen
 
 
@@ -43,7 +43,7 @@ class _Watch:
         self._last: tuple[torch.Tensor, frozenset[Need], Seen] | None = None
         self._handles = []
         for path, module in block.named_modules():
-            if path in names and isinstance(module, torch.nn.Linear):
+            if path in names and is_linear(module):
                 name = names[path].removesuffix(".weight")
                 if asked := needs(name):
                     self._handles.append(module.register_forward_pre_hook(self._hook(name, frozenset(asked))))

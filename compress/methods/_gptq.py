@@ -79,17 +79,18 @@ def factor(hessian: np.ndarray, damp: float, most: float = 1.0) -> tuple[np.ndar
     return None
 
 
-def corrected(weight: np.ndarray, hessian: np.ndarray, cross: np.ndarray, damp: float, strength: float) -> np.ndarray:
+def corrected(
+    weight: np.ndarray, hessian: np.ndarray, cross: np.ndarray, upper: np.ndarray, strength: float
+) -> np.ndarray:
     """Weights that do to the compressed model's inputs X' what the old ones did to the original's, X.
 
     V = W + strength W (X - X') X'^T (X' X'^T + damp)^-1, which for strength 1 minimises ||W X - V X'||^2, with
-    ``hessian`` X' X'^T and ``cross`` X X'^T (quantization error propagation, arXiv 2504.09629).
+    ``hessian`` X' X'^T, ``cross`` X X'^T and ``upper`` the factor of the damped inverse (quantization error
+    propagation, arXiv 2504.09629).
     """
-    h = torch.as_tensor(hessian, dtype=torch.float64)
-    shift = torch.as_tensor(cross, dtype=torch.float64) - h
-    h = h + damp * float(h.diagonal().mean()) * torch.eye(len(h), dtype=h.dtype)
-    w = torch.as_tensor(weight, dtype=torch.float64)
-    return (w + strength * torch.cholesky_solve((w @ shift).T, torch.linalg.cholesky(h)).T).numpy()
+    w, u = torch.as_tensor(weight, dtype=torch.float64), torch.from_numpy(np.ascontiguousarray(upper))
+    shift = w @ (torch.as_tensor(cross, dtype=torch.float64) - torch.as_tensor(hessian, dtype=torch.float64))
+    return (w + strength * (shift @ u.T @ u)).numpy()
 
 
 def ordering(diagonal: np.ndarray, group: np.ndarray, order: Order) -> np.ndarray:

@@ -49,7 +49,9 @@ class Mixed:
 
     def apply(self, weight: Weight, row: Row, seen: Seen | None = None) -> Weight:
         """Round a tensor as its row says."""
-        return self.steps[0].apply(weight, row, seen) if self.steps else weight
+        for step in self.steps:
+            weight = step.apply(weight, row, seen)
+        return weight
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -180,10 +180,11 @@ def test_propagation_is_least_squares():
     weight = rng.normal(size=(4, 8))
     x, moved = rng.normal(size=(2, 8, 100))
     moved = x + 0.1 * moved
-    found = corrected(weight, moved @ moved.T, x @ moved.T, 0.0, 1.0)
+    upper, _ = factor(moved @ moved.T, 0.0)
+    found = corrected(weight, moved @ moved.T, x @ moved.T, upper, 1.0)
     want = np.linalg.lstsq(moved.T, (weight @ x).T, rcond=None)[0].T
     np.testing.assert_allclose(found, want, rtol=1e-8)
-    np.testing.assert_array_equal(corrected(weight, moved @ moved.T, x @ moved.T, 0.0, 0.0), weight)
+    np.testing.assert_array_equal(corrected(weight, moved @ moved.T, x @ moved.T, upper, 0.0), weight)
 
 
 @pytest.mark.parametrize(("count", "span"), [(2, 4), (4, 8), (16, 32)])
