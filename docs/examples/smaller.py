@@ -89,9 +89,7 @@ def draw(history: list[dict[str, Any]], original: float, start: float) -> str:
     line = "L".join(f"{across(x):.1f} {up(y):.1f}" for x, y in points)
     body.append(f"<path class='curve' d='M{line}'/>")
     body += [f"<circle cx='{across(x):.1f}' cy='{up(y):.1f}' r='3.5'/>" for x, y in points]
-    body.append(
-        "<text x='383' y='374' text-anchor='middle'>tokens trained on; up: nats per held-out token</text>"
-    )
+    body.append("<text x='383' y='374' text-anchor='middle'>tokens trained on; up: nats per held-out token</text>")
     style = (
         "text{font:13px system-ui,sans-serif;fill:#333}.title{font-weight:600}.grid{stroke:#e4e4e4}"
         ".level{stroke:#888;stroke-dasharray:5 4}.curve{fill:none;stroke:#2f6fb0;stroke-width:2}circle{fill:#2f6fb0}"

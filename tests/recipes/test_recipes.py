@@ -8,7 +8,18 @@ import pytest
 from halfulp.compress import plan_of
 from halfulp.recipes import read_recipe, schema, shipped
 
-NAMES = ["fp8", "mxfp4", "mxfp4-gptq", "mxfp8", "nvfp4", "nvfp4-gptq", "sparse-2:4", "w4a16-g128", "w4a16-gptq", "w8a8-int8"]
+NAMES = [
+    "fp8",
+    "mxfp4",
+    "mxfp4-gptq",
+    "mxfp8",
+    "nvfp4",
+    "nvfp4-gptq",
+    "sparse-2:4",
+    "w4a16-g128",
+    "w4a16-gptq",
+    "w8a8-int8",
+]
 LAYERS = {
     "model.embed_tokens.weight": (64, 256),
     "model.layers.0.self_attn.q_proj.weight": (256, 256),
