@@ -123,8 +123,9 @@ class Judge:
     def scores(self, model):
         """A model against the uncompressed one."""
         found = compare(model, self.base, self.windows)
-        kl, top1 = found.kl, found.top1
-        return {"ppl": found.perplexity.value, "kl": kl.value, "kl_se": kl.se, "top1": top1.value}
+        kl, top1, base = found.kl, found.top1, found.baseline_perplexity
+        scores = {"ppl": found.perplexity.value, "kl": kl.value, "kl_se": kl.se, "top1": top1.value}
+        return scores | {"base_ppl": base.value}
 
 
 def ours(name, options, folder):
@@ -186,7 +187,7 @@ def table(rows, options):
                 f"| {shown} | {bits} | {row['ppl']:.3f} | {row['kl']:.4f} ± {row['kl_se']:.4f} | {row['top1']:.3f} "
                 f"| {row['cpu_s']:.0f} | {row['rss_mb']:.0f} |"
             )
-    base = rows.get("base", {}).get("ppl")
+    base = next((row["base_ppl"] for row in rows.values() if "base_ppl" in row), None)
     head = (
         f"Written by `benchmarks/compress.py` on {datetime.date.today()}: {options.model}, calibrated on "
         f"{options.sequences} x {options.length} tokens of {Path(options.calibration).name} of wikitext-2, scored on "
@@ -221,7 +222,8 @@ def main():
         one(options.one, options, options.into)
         return
     known = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
-    rows = {row["name"]: row for row in known}
+    setting = [options.model, options.sequences, options.length, options.windows, options.window]
+    rows = {row["name"]: row for row in known if row.get("setting", setting) == setting}
     wanted = [n for n in [*OURS, *PEERS] if not options.rows or any(n.startswith(start) for start in options.rows)]
     judge = None
     for name in wanted:
@@ -234,7 +236,7 @@ def main():
                 print(f"{name}: left out, no --peer {PEERS[name][1]}=PYTHON")
                 continue
             judge = judge or Judge(options)
-            rows[name] = {"name": name, **judge.scores(made[0]), **made[1]}
+            rows[name] = {"name": name, "setting": setting, **judge.scores(made[0]), **made[1]}
         except subprocess.CalledProcessError as error:
             print(f"{name}: failed with exit status {error.returncode}")
             continue

@@ -55,7 +55,6 @@ def _decoded(model):
                 weight,
                 scale=module.weight_scale,
                 zero_point=getattr(module, "weight_zero_point", None),
-                g_idx=getattr(module, "weight_g_idx", None),
                 global_scale=getattr(module, "weight_global_scale", None),
                 args=scheme.weights,
             )
