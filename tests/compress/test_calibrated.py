@@ -224,7 +224,7 @@ def test_threads_and_runs_agree(tmp_path, source):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9, 0.99])
+@pytest.mark.parametrize("share", [0.3, 0.9, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.1, 0.5, 0.7, 0.99))])
 @pytest.mark.parametrize("propagate", [0.0, 1.0])
 def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, kind, share, propagate, monkeypatch):
     folder = checkpoint(tmp_path / "model", kind, torch.float32)
