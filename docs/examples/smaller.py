@@ -1,6 +1,6 @@
 """A smaller SmolLM2: channels and layers pruned away, and what was lost learned back from the original.
 
-    python docs/examples/smaller.py             # about an hour on two cores; kill it, and it goes on from there
+    python docs/examples/smaller.py             # under an hour on one core; kill it, and it goes on from there
     python docs/examples/smaller.py --steps 40  # a look: a few minutes
 
 A quarter of the MLP channels and a quarter of the layers of SmolLM2-135M go, those that do least on a text; then
@@ -103,7 +103,7 @@ def main() -> None:
     """Prune, train, print, draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/smaller"))
-    parser.add_argument("--steps", type=int, default=550, help="steps of 2 windows of 256 tokens")
+    parser.add_argument("--steps", type=int, default=150, help="steps of 2 windows of 256 tokens")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--channels", type=float, default=0.75, help="the share of MLP channels that stays")
     parser.add_argument("--layers", type=float, default=0.75, help="the share of layers that stays")
@@ -135,7 +135,7 @@ def main() -> None:
 
     settings = Settings(
         asked.steps, batch=2, learning_rate=asked.learning_rate, warmup=min(20, asked.steps // 5), every=asked.every,
-        evaluate_every=50,
+        evaluate_every=25,
     )  # fmt: skip
     tag = f"{asked.channels:g}-{asked.layers:g}-{asked.steps}-{asked.learning_rate:g}"
     run, recovered, curve = (asked.out / name for name in (f"train-{tag}", f"recovered-{tag}", f"curve-{tag}.svg"))
