@@ -44,7 +44,8 @@ def manifest_for(
     """What was made of each tensor, from what with which recipe; ``notes`` are the writer's, by tensor."""
     content = content_hash(notes[row.name]["sha256"] for row in plan.rows)
     formats = {str(row.weights): row.weights for row in plan.rows if row.weights is not None}
-    ruined = [row for row in plan.rows if row.weights is not None and notes[row.name]["relative_error"] > RUINED]
+    dense = [row for row in plan.rows if row.weights is not None and row.prune is None]
+    ruined = [row for row in dense if notes[row.name]["relative_error"] > RUINED]
     remarks = list(plan.notes)
     if ruined:
         worst = max(ruined, key=lambda row: notes[row.name]["relative_error"])
