@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from halfulp.compress import compress, load, open_checkpoint, quantize
 from halfulp.compress._graph import graph_of
-from halfulp.compress.rotate import choose_rotation, prove, rotate
+from halfulp.compress.rotate import _view, choose_rotation, prove, rotate
 from halfulp.compress.rotate._view import view
 
 from .common import IDS
@@ -43,7 +43,7 @@ def test_any_rows_give_the_same_bits(name, request):
 
 def test_small_tiles_give_the_same_numbers(llama, monkeypatch):
     expected = all_of(rotate(dtype=torch.float64).rewrite(llama))
-    monkeypatch.setattr("halfulp.compress.rotate._view._TILE", 300)
+    monkeypatch.setattr(_view, "_TILE", 300)
     rotated = rotate(dtype=torch.float64).rewrite(llama)
     for name, tensor in expected.items():
         torch.testing.assert_close(rotated.read(name), tensor, rtol=0, atol=1e-13)
