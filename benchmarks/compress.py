@@ -196,7 +196,7 @@ def table(rows, options):
         + f", on {platform.machine()}, one thread. KL is to the uncompressed model, in nats a token, ± one standard "
         "error over windows. CPU seconds are of the whole process up to the written model, start and load included."
     )
-    return "\n".join([head, "", *lines, ""])
+    return "\n".join(["# What compression does to a model", "", head, "", *lines, ""])
 
 
 def main():
