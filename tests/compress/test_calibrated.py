@@ -51,6 +51,27 @@ def files(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+def resumed_equals_whole(tmp_path, folder, steps, given, monkeypatch, stop):
+    """A run that is stopped after so many tensors, and goes on, ends with the bytes of one that is not."""
+    compress(folder, steps, tmp_path / "whole", calibration=given)
+    write, count = StreamWriter.write, 0
+
+    def stopping(self, *args, **kwargs):
+        nonlocal count
+        count += 1
+        if count > stop:
+            raise KeyboardInterrupt
+        return write(self, *args, **kwargs)
+
+    monkeypatch.setattr(StreamWriter, "write", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        compress(folder, steps, tmp_path / "out", calibration=given)
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(StreamWriter, "write", write)
+    compress(folder, steps, tmp_path / "out", calibration=given)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
 # lockstep
 
 
@@ -229,26 +250,8 @@ def test_threads_and_runs_agree(tmp_path, source):
 def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, kind, share, propagate, monkeypatch):
     folder = checkpoint(tmp_path / "model", kind, torch.float32)
     step = chain(gptq("nvfp4", targets="*_proj", propagate=propagate))
-    compress(folder, step, tmp_path / "whole", calibration=calibration(sequences()))
-    plan = plan_of(open_checkpoint(folder), step)
-    stop = int(share * len(plan.rows))
-    write = StreamWriter.write
-    count = 0
-
-    def stopping(self, *args, **kwargs):
-        nonlocal count
-        count += 1
-        if count > stop:
-            raise KeyboardInterrupt
-        return write(self, *args, **kwargs)
-
-    monkeypatch.setattr(StreamWriter, "write", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        compress(folder, step, tmp_path / "out", calibration=calibration(sequences()))
-    assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(StreamWriter, "write", write)
-    compress(folder, step, tmp_path / "out", calibration=calibration(sequences()))
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    stop = int(share * len(plan_of(open_checkpoint(folder), step).rows))
+    resumed_equals_whole(tmp_path, folder, step, calibration(sequences()), monkeypatch, stop)
 
 
 def test_another_calibration_is_another_run(tmp_path, source, monkeypatch):
@@ -404,23 +407,7 @@ def test_a_rewrite_alone_gives_a_model_of_the_same_function(tmp_path, source, st
 @pytest.mark.parametrize("first", [rotate(), smooth(0.5), awq("int4:g16")], ids=str)
 def test_a_rewrite_goes_before_any_rounding_and_resumes(tmp_path, source, first, monkeypatch):
     steps = chain(first, prune("2:4", by="wanda"), gptq("int4:g16", activations="int8:token"))
-    given = calibration(sequences())
-    compress(source, steps, tmp_path / "whole", calibration=given)
-    write, count = StreamWriter.write, 0
-
-    def stopping(self, *args, **kwargs):
-        nonlocal count
-        count += 1
-        if count > 12:
-            raise KeyboardInterrupt
-        return write(self, *args, **kwargs)
-
-    monkeypatch.setattr(StreamWriter, "write", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        compress(source, steps, tmp_path / "out", calibration=given)
-    monkeypatch.setattr(StreamWriter, "write", write)
-    compress(source, steps, tmp_path / "out", calibration=given)
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    resumed_equals_whole(tmp_path, source, steps, calibration(sequences()), monkeypatch, 12)
     assert torch.isfinite(load(tmp_path / "out")(sequences(1)).logits).all()
 
 
@@ -532,23 +519,7 @@ def test_static_scales_are_the_largest_input_seen_and_are_used(tmp_path, source,
 
 def test_static_scales_resume_to_the_same_bytes(tmp_path, source, monkeypatch):
     step = gptq("int8:channel", activations="int8:tensor", static=True)
-    given = calibration(sequences())
-    compress(source, step, tmp_path / "whole", calibration=given)
-    write, count = StreamWriter.write, 0
-
-    def stopping(self, *args, **kwargs):
-        nonlocal count
-        count += 1
-        if count > 16:
-            raise KeyboardInterrupt
-        return write(self, *args, **kwargs)
-
-    monkeypatch.setattr(StreamWriter, "write", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        compress(source, step, tmp_path / "out", calibration=given)
-    monkeypatch.setattr(StreamWriter, "write", write)
-    compress(source, step, tmp_path / "out", calibration=given)
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    resumed_equals_whole(tmp_path, source, step, calibration(sequences()), monkeypatch, 16)
 
 
 def test_static_scales_that_cannot_be_are_refused(tmp_path, source):
@@ -592,25 +563,6 @@ def test_conv1d_weights_are_rounded_along_their_inputs(tmp_path):
 
 
 # what a review found
-
-
-def resumed_equals_whole(tmp_path, folder, steps, given, monkeypatch, stop):
-    compress(folder, steps, tmp_path / "whole", calibration=given)
-    write, count = StreamWriter.write, 0
-
-    def stopping(self, *args, **kwargs):
-        nonlocal count
-        count += 1
-        if count > stop:
-            raise KeyboardInterrupt
-        return write(self, *args, **kwargs)
-
-    monkeypatch.setattr(StreamWriter, "write", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        compress(folder, steps, tmp_path / "out", calibration=given)
-    monkeypatch.setattr(StreamWriter, "write", write)
-    compress(folder, steps, tmp_path / "out", calibration=given)
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
