@@ -10,12 +10,12 @@ import torch
 
 from ..numerics import Block, Format, Quantized, encode
 from .calibrate._seen import Need, Seen
-from .methods._gptq import ORDERS, Order, Rounded, corrected, factor, output_loss, refine
-from .methods._gptq import gptq as round_gptq
 from .methods._grid import grid_of
+from .methods._orders import ORDERS, Order
 
 if TYPE_CHECKING:
     from ._plan import Row
+    from .methods._gptq import Rounded
 
 
 def encode_row(value: torch.Tensor, row: Row) -> Quantized | torch.Tensor:
@@ -77,6 +77,10 @@ class Gptq:
 
         value: the weight before pruning; pruned: after it, whose zeros stay.
         """
+        # the compiler of these loops takes its time and memory, and most recipes need none
+        from .methods._gptq import corrected, factor, output_loss, refine
+        from .methods._gptq import gptq as round_gptq
+
         fmt = row.weights
         assert isinstance(fmt, Block)
         keep = None if pruned is None else (pruned != 0).numpy()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from .calibrate._seen import Need, Seen
-from .methods._gptq import output_loss, sparse
 
 
 @dataclass(frozen=True)
@@ -149,6 +148,8 @@ class SparseGPT:
 
     def prune(self, weight: torch.Tensor, pattern: Sparsity, axis: int, seen: Seen | None) -> Pruned:
         """As `Magnitude.prune`; the weights that stay change too."""
+        from .methods._gptq import output_loss, sparse
+
         if seen is None or seen.second is None or not seen.tokens:
             return Magnitude().prune(weight, pattern, axis, seen)[0], dict(_UNSEEN)
         span = pattern.m if isinstance(pattern, NM) else self.span

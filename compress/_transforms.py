@@ -16,7 +16,7 @@ from ._plan import LINEAR, Plan, Row, divides, fused, select
 from ._prune import Magnitude, Score, Sparsity, score, sparsity
 from ._rewrites import Measured, Rewrite
 from .calibrate._seen import Seen
-from .methods._gptq import Order
+from .methods._orders import Order
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,20 @@
 """Methods of the literature as pure functions of arrays and formats: no models, no files, no printing."""
 
-from ._gptq import Rounded, corrected, gptq, output_loss, refine, sparse
-from ._grid import Grid, grid_of
-from ._learned import Learning, block_loss, learn
-from ._lowrank import bias_shift, low_rank
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._gptq import Rounded, corrected, gptq, output_loss, refine, sparse
+    from ._grid import Grid, grid_of
+    from ._learned import Learning, block_loss, learn
+    from ._lowrank import bias_shift, low_rank
+
+_HOMES = {
+    "_gptq": "Rounded corrected gptq output_loss refine sparse",
+    "_grid": "Grid grid_of",
+    "_learned": "Learning block_loss learn",
+    "_lowrank": "bias_shift low_rank",
+}
 
 __all__ = [
     "Grid",
@@ -20,3 +31,11 @@ __all__ = [
     "refine",
     "sparse",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Each is imported when it is asked for: the loops bring a compiler with them."""
+    home = next((home for home, names in _HOMES.items() if name in names.split()), None)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{home}", __name__), name)

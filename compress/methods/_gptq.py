@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -15,9 +14,8 @@ from scipy.linalg.lapack import dpotrf, dtrtri
 from ...numerics import Block, Quantized
 from ._grid import Grid, element_codes, grid_of, scale_codes
 from ._loops import best_scale, descend_rows, prune_rows, rescale_rows, round_rows
+from ._orders import Order
 
-Order = Literal["none", "group", "static"]
-ORDERS = ("none", "group", "static")
 _ROWS = 64  # that a loop takes at a time: a few vectors' worth, and what of them fits a cache
 _NO_MASK = np.empty((0, 0), bool)
 
