@@ -118,7 +118,7 @@ def compress(
     if not any(row.touched for row in plan.rows) and plan.kv is None and not steps.rewrites:
         raise ValueError("the recipe touches no tensor of this model: see the plan, and its ignore patterns")
     calibrated = frozenset(row.name for row in plan.rows if row.needs)
-    decoder, sequences = None, []
+    decoder, sequences, read = None, [], []
     if calibrated and calibration is None:
         methods = {str(m) for row in plan.rows for m in (row.rounding, row.score) if m is not None}
         how = ", ".join(sorted(methods)) or "static activations"
@@ -127,7 +127,8 @@ def compress(
     if calibration is not None and (calibrated or measured):
         # what is wrong with the text or the model shows here, before anything is written
         sequences = calibration.tokens(checkpoint)
-        decoder = Decoder(checkpoint)
+        read = [ids.tolist() for ids in sequences]
+        decoder = Decoder(checkpoint) if calibrated else None
     chosen, why = choose(plan, layout)
     dtype = runtime_dtype(plan, chosen)
     given = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype"))
@@ -144,8 +145,7 @@ def compress(
     plan = with_shared_amax(checkpoint, plan)
     specs = [spec for row in plan.rows for spec in stored(row, chosen)]
     facts: list[Any] = [version("halfulp"), repr(steps.rewrites), str(plan), repr(plan.rows), repr(plan.kv), chosen]
-    facts += [shard_bytes, dict(recipe or {})]
-    facts.append([ids.tolist() for ids in sequences])
+    facts += [shard_bytes, dict(recipe or {}), read]
     run = _hash([_shapes(checkpoint), checkpoint.config, *facts])
     partial = out.with_name(out.name + ".partial")
     if not _complete(partial, run, checkpoint):
@@ -154,14 +154,11 @@ def compress(
         with _writing(partial, specs, shard_bytes, _hash([checkpoint.identity(), run])) as writer:
             told = _told(plan, progress)
             write_tensors(checkpoint, plan, steps, chosen, writer, calibrated, told)
-            if calibrated and decoder is not None:
+            if decoder is not None:
                 write_blocks(decoder, plan, steps, chosen, writer, sequences, told)
             manifest = manifest_for(checkpoint, plan, chosen, writer.done, recipe, run)
-            if sequences:
-                manifest["calibration"] = {
-                    "text": str(calibration),
-                    "sha256": _hash([ids.tolist() for ids in sequences]),
-                }
+            if read:
+                manifest["calibration"] = {"text": str(calibration), "sha256": _hash(read)}
             checkpoint.copy_side_files(partial)
             config = dict(checkpoint.config)
             if quantization := quantization_config(plan, chosen):
