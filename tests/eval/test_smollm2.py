@@ -81,9 +81,11 @@ def test_transformers_reads_a_recipes_output_without_us(checkpoint, tmp_path, na
             ours = load(out, dtype=dtype)(theirs["ids"]).logits
     finally:
         torch.set_num_threads(threads)
-    if name == "nvfp4":
-        # the layout keeps the reciprocal of the tensor scale, and its reader multiplies in bfloat16: weights
-        # may be a bfloat16 ulp off, which 30 layers carry on
+    if name in ("nvfp4", "mxfp8"):
+        # nvfp4: the layout keeps the reciprocal of the tensor scale, and its reader multiplies in bfloat16: weights
+        # may be a bfloat16 ulp off. mxfp8: where the largest of 32 inputs is 1.75 * 2**k exactly, and 448 times a
+        # power of two with it, compressed-tensors doubles the scale, rceil and the hardware's instruction do not.
+        # Either is carried on by 30 layers
         agree = (ours.argmax(-1) == theirs["logits"].argmax(-1)).float().mean()
         assert agree > 0.9
         assert (ours - theirs["logits"]).abs().max() < 3
