@@ -4,10 +4,14 @@ import sys
 from types import ModuleType
 from typing import Any
 
+from ._attention import Attention, attention
 from ._checkpoint import Checkpoint, open_checkpoint, short_name
 from ._compress import Progress, compress, plan_of
+from ._correct import correct
+from ._learned import learn
 from ._load import load
 from ._manifest import MANIFEST, manifest_of
+from ._permute import permute
 from ._plan import Plan, Row
 from ._rewrites import Awq, Measured, Rewrite, ShrinkByActivations, SmoothQuant, awq, shrink, smooth
 from ._text import Text, text
@@ -18,6 +22,7 @@ from .rotate import rotate
 
 __all__ = [
     "MANIFEST",
+    "Attention",
     "Awq",
     "Calibration",
     "Chain",
@@ -36,16 +41,20 @@ __all__ = [
     "Transform",
     "Weight",
     "allocate",
+    "attention",
     "awq",
     "calibration",
     "chain",
     "compress",
+    "correct",
     "frontier",
     "gptq",
+    "learn",
     "load",
     "manifest_of",
     "mixed",
     "open_checkpoint",
+    "permute",
     "plan_of",
     "prune",
     "quantize",

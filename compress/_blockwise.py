@@ -10,10 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.func import functional_call
 
-from ..numerics import Format, cast, decode
+from ..numerics import Block, Format, cast, decode, fake_quantize
 from ._activations import rounded_input, static_scale
+from ._attend import measured
+from ._gptq import six_digits
 from ._layouts import restore, stored
+from ._learned import Goal, Learned, can_learn, learn_together
 from ._plan import Plan, Row
 from ._stream import StreamWriter
 from ._tensorwise import difference, finished, source_hash
@@ -37,7 +41,8 @@ def write_blocks(
 
     Rows outside of decoder blocks are transformed as if nothing had been seen. In memory are one block, the hidden
     states of all sequences (twice where the original model's are needed too), and what the layers of the block still
-    need to compute.
+    need to compute. Where rounding is learned it is the hidden states before and after the block, the targets, and what
+    `halfulp.compress.methods.learn` needs.
     """
     checkpoint = decoder.checkpoint
     rows = {row.name: row for row in plan.rows if row.touched}
@@ -46,7 +51,7 @@ def write_blocks(
         early = {row.name: _written(writer, row, layout) for row in rows.values() if row.kind == "embedding"}
         states = decoder.start(sequences, early)
         original = None
-        if any("cross" in row.needs for row in rows.values()):
+        if any("cross" in row.needs or _goal(row) == "model" for row in rows.values()):
             original = decoder.start(sequences) if early else States(list(states.hidden), states.calls)
         for k in range(decoder.blocks):
             names = decoder.tensors_of(k)
@@ -56,7 +61,11 @@ def write_blocks(
             given = {row.name: _written(writer, row, layout) for p, row in inside.items() if not (again and p in todo)}
             _trim()
             scales = {r.name: writer.read(f"{r.module}.input_scale") for r in inside.values() if r.static and not again}
-            with decoder.block(k, given) as block, _rounding_inputs(block, inside, scales):
+            with (
+                decoder.block(k, given) as block,
+                _rounding_inputs(block, inside, scales),
+                measured(decoder, block, k, plan.attention, len(sequences), writer),
+            ):
                 if again:
                     made = _calibrate(decoder, block, k, states, original, todo, transform, layout, scales)
                     for row in todo.values():
@@ -65,18 +74,17 @@ def write_blocks(
                             note = {"sha256": source_hash(checkpoint, row.spec), **note}
                             writer.write(row.name, tensors, note)
                 else:
-                    for i in range(len(states.hidden)):
-                        states.hidden[i] = decoder.run(block, k, states, i)
+                    _move_on(decoder, block, k, states)
             if original is not None and not again:
                 with decoder.block(k) as block:
-                    for i in range(len(original.hidden)):
-                        original.hidden[i] = decoder.run(block, k, original, i)
+                    _move_on(decoder, block, k, original)
             for row in todo.values():
                 told(row)
         for row in rows.values():
             if row.needs:
                 if row.name not in writer.done:
-                    tensors, note, _ = _transformed(checkpoint.read(row.name), row, None, transform, layout)
+                    source = checkpoint.read(row.name)
+                    tensors, note, _ = _made(source, _transformed(source, row, None, transform), row, layout)
                     writer.write(row.name, tensors, {"sha256": source_hash(checkpoint, row.spec), **note})
                 told(row)
 
@@ -93,18 +101,31 @@ def _value(tensors: Tensors, row: Row, layout: str | None) -> torch.Tensor:
     return decode(codes, None if hasattr(codes, "format") else row.weights)
 
 
-def _transformed(
-    value: torch.Tensor, row: Row, seen: Seen | None, transform: Transform, layout: str | None
-) -> tuple[Tensors, dict[str, Any], torch.Tensor]:
-    """A row's stored tensors, its note and its new numbers."""
+def _transformed(value: torch.Tensor, row: Row, seen: Seen | None, transform: Transform) -> Weight:
     if not torch.isfinite(value).all():
         raise ValueError(f"{row.name} holds NaN or infinity, of which nothing can be made: repair the checkpoint")
-    weight = transform.apply(Weight(value), row, seen)
+    return transform.apply(Weight(value), row, seen)
+
+
+def _made(
+    source: torch.Tensor, weight: Weight, row: Row, layout: str | None
+) -> tuple[Tensors, dict[str, Any], torch.Tensor]:
+    """A row's stored tensors, its note and its new numbers."""
     tensors = finished(weight, row, layout)
-    error, norm, zeros = difference(value, weight, row.weights)
+    error, norm, zeros = difference(source, weight, row.weights)
     relative = (error / norm) ** 0.5 if norm else 0.0
     note = {"relative_error": float(f"{relative:.6g}"), "zeros": zeros, "facts": dict(weight.facts)}
     return tensors, note, _value(tensors, row, layout)
+
+
+def _outputs(decoder: Decoder, block: torch.nn.Module, k: int, states: States) -> list[torch.Tensor]:
+    return [decoder.run(block, k, states, i) for i in range(len(states.hidden))]
+
+
+def _move_on(decoder: Decoder, block: torch.nn.Module, k: int, states: States) -> None:
+    """The states become the block's outputs, one sequence after the other."""
+    for i in range(len(states.hidden)):
+        states.hidden[i] = decoder.run(block, k, states, i)
 
 
 def _calibrate(
@@ -127,20 +148,24 @@ def _calibrate(
     layers = {p.removesuffix(".weight"): row for p, row in todo.items()}
     modules = {name: block.get_submodule(name) for name in layers}
     made: dict[str, tuple[Tensors, dict[str, Any]]] = {}
+    starts: dict[str, Weight] = {}
     siblings: dict[str, Seen] = {}
 
-    def put(name: str, seen: Seen | None, more: Mapping[str, Any]) -> None:
+    def put(name: str, weight: Weight) -> None:
         row = layers[name]
-        source = decoder.checkpoint.read(row.name)
-        tensors, note, value = _transformed(source, row, seen, transform, layout)
-        note["facts"] |= more
+        tensors, note, value = _made(decoder.checkpoint.read(row.name), weight, row, layout)
         made[row.name] = tensors, note
         if row.static:
             scales[row.name] = tensors[f"{row.module}.input_scale"]
         modules[name].weight.copy_(value)  # type: ignore[operator]
 
+    def compressed(name: str, seen: Seen | None) -> Weight:
+        row = layers[name]
+        return _transformed(decoder.checkpoint.read(row.name), row, seen, transform)
+
     hidden: dict[int, torch.Tensor] = {}
-    originals = None if original is None else _Originals(decoder, k, original, list(layers))
+    beside = original is not None and any("cross" in row.needs for row in todo.values())
+    originals = _Originals(decoder, k, original, list(layers)) if original is not None and beside else None
     last: tuple[list[torch.Tensor], Seen, Any] | None = None
     try:
         for name, inputs in lockstep(lambda i: decoder.run(block, k, states, i), count, modules, hidden.__setitem__):
@@ -155,17 +180,79 @@ def _calibrate(
             family = _family(name)
             if family != name:
                 siblings[family] = siblings.get(family, Seen()) + seen
-            put(name, seen, {})
+            weight = compressed(name, seen)
+            if isinstance(row.rounding, Learned) and can_learn(weight):
+                starts[name] = weight
+            put(name, weight)
     finally:
         if originals is not None:
             originals.close(finish=len(hidden) == count)
     for name, row in layers.items():
         if row.name not in made:
             others = siblings.get(_family(name))
-            told = {"fallback": "no token was routed to it: calibrated on what the other experts saw"}
-            put(name, others, told if others else {})
-    states.hidden[:] = [hidden[i] for i in range(count)]
+            weight = compressed(name, others)
+            if others:
+                told = "no token was routed to it: calibrated on what the other experts saw"
+                told += ", not learned" * isinstance(row.rounding, Learned)
+                weight = replace(weight, facts={**weight.facts, "fallback": told})
+            put(name, weight)
+    if original is not None and not beside:
+        with decoder.block(k, apart=True) as plain:
+            _move_on(decoder, plain, k, original)
+    outputs = [hidden.pop(i) for i in range(count)]
+    groups: dict[Any, dict[str, Weight]] = {}
+    for name, weight in starts.items():
+        rounding = layers[name].rounding
+        groups.setdefault((rounding.learning, rounding.goal), {})[name] = weight
+    for (learning, goal), members in groups.items():
+        targets = _targets(decoder, k, states, original, goal)
+        before = _distance(outputs, targets)
+        outputs.clear()
+
+        def run(weights: Mapping[str, torch.Tensor], i: int) -> torch.Tensor:
+            given = {f"{name}.weight": weight for name, weight in weights.items()}
+            return decoder.run(lambda *args, **more: functional_call(block, given, args, more), k, states, i)  # type: ignore[arg-type]
+
+        try:
+            found = learn_together(run, {n: (layers[n], w) for n, w in members.items()}, targets, learning)
+        except ValueError as error:
+            raise ValueError(f"decoder block {k}: {error}") from None
+        after = before
+        if any(found[name] is not members[name] for name in members):
+            for name, weight in found.items():
+                put(name, weight)
+            outputs = _outputs(decoder, block, k, states)
+            after = _distance(outputs, targets)
+        if not after < before:
+            # what is better on the sequences that were looked at need not be on all
+            after = before
+            for name, weight in members.items():
+                put(name, weight)
+            outputs = _outputs(decoder, block, k, states)
+        for name in members:
+            made[layers[name].name][1]["facts"] |= {"block_loss": [six_digits(before), six_digits(after)]}
+    states.hidden[:] = outputs
     return made
+
+
+def _goal(row: Row) -> Goal | None:
+    return row.rounding.goal if isinstance(row.rounding, Learned) else None
+
+
+def _targets(decoder: Decoder, k: int, states: States, original: States | None, goal: Goal) -> list[torch.Tensor]:
+    """What the outputs of a block should be: for "model" those in the original model, which have moved on to there;
+    for "block" those of the original block."""
+    if goal == "model":
+        assert original is not None
+        return original.hidden
+    with decoder.block(k, apart=True) as block:
+        return _outputs(decoder, block, k, states)
+
+
+def _distance(outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> float:
+    """The mean squared difference."""
+    errors = [float((a - b).square().sum(dtype=torch.float64)) for a, b in zip(outputs, targets, strict=True)]
+    return sum(errors) / sum(x.numel() for x in targets)
 
 
 def _family(name: str) -> str:
@@ -243,12 +330,21 @@ def _rounding_inputs(
             del module.forward
 
 
+def _learning(x: torch.Tensor) -> bool:
+    """Is a gradient to pass through the rounding?"""
+    return torch.is_grad_enabled() and x.requires_grad
+
+
 def _rounds_static(
     forward: Callable[..., Any], row: Row, scales: Mapping[str, torch.Tensor]
 ) -> Callable[[torch.Tensor], Any]:
     def rounded(x: torch.Tensor) -> Any:
+        scale = scales[row.name]
+        if _learning(x):
+            assert isinstance(row.activations, Block)
+            return forward(fake_quantize(x / scale, row.activations.element) * scale)
         assert row.activations is not None
-        return forward(rounded_input(x, row.activations, scales[row.name]))
+        return forward(rounded_input(x, row.activations, scale))
 
     return rounded
 
@@ -258,7 +354,8 @@ def _rounds(fmt: Format) -> Callable[..., tuple[Any, ...]]:
         # kept beside the tensor: the layers that read it, q, k and v for instance, go on reading one and the same
         kept = getattr(args[0], "halfulp_rounded", None)
         if kept is None or kept[0] != fmt:
-            kept = args[0].halfulp_rounded = fmt, cast(args[0], fmt)
+            how = fake_quantize if _learning(args[0]) else cast
+            kept = args[0].halfulp_rounded = fmt, how(args[0], fmt)
         return (kept[1], *args[1:])
 
     return before

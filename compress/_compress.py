@@ -14,9 +14,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ._attend import layers_of, scale_specs
 from ._blockwise import write_blocks
 from ._checkpoint import Checkpoint, open_checkpoint
 from ._layouts import (
+    attention_remarks,
     caution,
     choose,
     quantization_config,
@@ -24,6 +26,7 @@ from ._layouts import (
     stored,
 )
 from ._manifest import MANIFEST, content_hash, manifest_for
+from ._permute import Permute
 from ._plan import Plan, Row, start
 from ._rewrites import Measured, Rewrite, ShrinkByActivations, rewritten
 from ._safetensors import JOURNAL, TensorSpec
@@ -60,7 +63,7 @@ def plan_of(
     steps = transform if isinstance(transform, Chain) else Chain((transform,))
     if isinstance(tensors, Checkpoint):
         # what follows from a measurement changes no names and no shapes
-        known = [s.preview() if isinstance(s, ShrinkByActivations) else s for s in steps.rewrites]
+        known = [s.preview() if isinstance(s, (Permute, ShrinkByActivations)) else s for s in steps.rewrites]
         tensors, notes = rewritten(tensors, [s for s in known if isinstance(s, Rewrite)], None)
         later = [str(s) for s in steps.rewrites if isinstance(s, Measured)]
         notes += tuple(f"{name}: the numbers follow from the calibration" for name in later)
@@ -115,28 +118,29 @@ def compress(
     checkpoint, told_first = rewritten(checkpoint, steps.rewrites, calibration)
     plan = steps.plan(start(checkpoint.tensors.values(), checkpoint.config))
     plan = replace(plan, notes=(*told_first, *plan.notes))
-    if not any(row.touched for row in plan.rows) and plan.kv is None and not steps.rewrites:
+    if not any(row.touched for row in plan.rows) and plan.attention is None and not steps.rewrites:
         raise ValueError("the recipe touches no tensor of this model: see the plan, and its ignore patterns")
     calibrated = frozenset(row.name for row in plan.rows if row.needs)
     decoder, sequences, read = None, [], []
-    if calibrated and calibration is None:
+    watched = plan.attention is not None and plan.attention.calibrates
+    if (calibrated or watched) and calibration is None:
         methods = {str(m) for row in plan.rows for m in (row.rounding, row.score) if m is not None}
+        methods |= {"static attention"} if watched else set()
         how = ", ".join(sorted(methods)) or "static activations"
         raise ValueError(f"{how} needs a calibration: give one, such as calibration('wikitext2')")
     measured = any(isinstance(step, Measured) for step in steps.rewrites)
-    if calibration is not None and (calibrated or measured):
+    if calibration is not None and (calibrated or watched or measured):
         # what is wrong with the text or the model shows here, before anything is written
         sequences = calibration.tokens(checkpoint)
         read = [ids.tolist() for ids in sequences]
-        decoder = Decoder(checkpoint) if calibrated else None
+        decoder = Decoder(checkpoint) if calibrated or watched else None
     chosen, why = choose(plan, layout)
     dtype = runtime_dtype(plan, chosen)
     given = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype"))
     remarks = []
     if why:
         remarks.append(f"written in the halfulp layout: {why}")
-    if plan.kv is not None:
-        remarks.append(f"KV cache in {plan.kv}: emulated by halfulp.load, and not known to other readers of the output")
+    remarks += attention_remarks(plan, chosen)
     if warning := caution(plan, chosen):
         remarks.append(warning)
     if dtype not in (None, given):
@@ -144,8 +148,9 @@ def compress(
     plan = replace(plan, notes=(*plan.notes, *remarks))
     plan = with_shared_amax(checkpoint, plan)
     specs = [spec for row in plan.rows for spec in stored(row, chosen)]
-    facts: list[Any] = [version("halfulp"), repr(steps.rewrites), str(plan), repr(plan.rows), repr(plan.kv), chosen]
-    facts += [shard_bytes, dict(recipe or {}), read]
+    specs += [] if decoder is None else scale_specs(decoder, plan.attention)
+    facts: list[Any] = [version("halfulp"), repr(steps.rewrites), str(plan), repr(plan.rows), repr(plan.attention)]
+    facts += [chosen, shard_bytes, dict(recipe or {}), read]
     run = _hash([_shapes(checkpoint), checkpoint.config, *facts])
     partial = out.with_name(out.name + ".partial")
     if not _complete(partial, run, checkpoint):
@@ -157,6 +162,8 @@ def compress(
             if decoder is not None:
                 write_blocks(decoder, plan, steps, chosen, writer, sequences, told)
             manifest = manifest_for(checkpoint, plan, chosen, writer.done, recipe, run)
+            if decoder is not None and watched:
+                manifest["attention"]["layers"] = layers_of(decoder)
             if read:
                 manifest["calibration"] = {"text": str(calibration), "sha256": _hash(read)}
             checkpoint.copy_side_files(partial)

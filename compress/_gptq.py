@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..numerics import Block, Format, Quantized, encode
+from ..numerics import Block, Format, Quantized, decode, encode
 from .calibrate._seen import Need, Seen
 from .methods._grid import grid_of
 from .methods._orders import ORDERS, Order
@@ -109,16 +109,17 @@ class Gptq:
             rounded = refine(target, hessian, rounded, self.sweeps, keep)
         facts: dict[str, Any] = {
             "tokens": seen.tokens,
-            "output_loss": _digits(output_loss(weight, rounded.values(), hessian)),
+            "output_loss": six_digits(output_loss(weight, rounded.values(), hessian)),
         }
         if dead := int((np.diagonal(hessian) == 0).sum()):
             facts["dead_inputs"] = dead
         if rounded.damp != self.damp:
             facts["fallback"] = f"damping of {rounded.damp:g} instead of {self.damp:g}, to make the Hessian positive"
-        return _codes(rounded, across, fmt), facts
+        return codes_of(rounded, across, fmt), facts
 
 
-def _codes(rounded: Rounded, across: bool, fmt: Block) -> Quantized:
+def codes_of(rounded: Rounded, across: bool, fmt: Block) -> Quantized:
+    """The codes of a rounded weight [out, n], which lies [n, out] in the checkpoint if it is ``across``."""
     q = rounded.quantized()
     if not across:
         return q
@@ -126,6 +127,26 @@ def _codes(rounded: Rounded, across: bool, fmt: Block) -> Quantized:
     return Quantized(turned[0], turned[1], turned[2], q.tensor_scale, fmt)
 
 
-def _digits(x: float) -> float:
-    """Six digits: more would depend on the machine's matmul."""
+def rounded_of(codes: Quantized, across: bool) -> Rounded:
+    """The rounded weight that `codes_of` gives these codes for."""
+    from .methods._gptq import Rounded
+
+    assert isinstance(codes.format, Block)
+    grid = grid_of(codes.format)
+    second = 1.0 if codes.tensor_scale is None else float(codes.tensor_scale)
+
+    def numbers(part: Any, fmt: Format) -> np.ndarray:
+        found: Any = decode(part.T if across else part, fmt)
+        return found.double().numpy()
+
+    scale = numbers(codes.scale, codes.format.scale) * second
+    shift = np.zeros_like(scale)
+    if codes.zero_point is not None:
+        shift = numbers(codes.zero_point, codes.format.element)
+    index = np.searchsorted(grid.values, numbers(codes.codes, codes.format.element)).astype(np.int32)
+    return Rounded(grid, index, scale, shift, second, 0.0)
+
+
+def six_digits(x: float) -> float:
+    """A number as it is told: more digits would depend on the machine's matmul."""
     return float(np.format_float_scientific(x, precision=5))

@@ -22,7 +22,7 @@ from ..numerics import (
     unpack_codes,
     unpack_quantized,
 )
-from ._plan import Plan, Row, divides
+from ._plan import Plan, Row, divides, text_config
 from ._safetensors import TORCH_DTYPES, TensorSpec
 
 OURS, THEIRS = "halfulp", "compressed-tensors"
@@ -270,10 +270,46 @@ def restore(tensors: dict[str, torch.Tensor], row: Row, layout: str | None) -> Q
     return Quantized(codes, scale, points, None if second is None else 1 / second.reshape(()), fmt)
 
 
-def quantization_config(plan: Plan, layout: str | None) -> dict[str, Any] | None:
-    """What config.json says about the quantization; None where nothing is quantized."""
-    if layout is None:
+def cache_scheme(plan: Plan) -> dict[str, Any] | None:
+    """compressed-tensors' arguments of the KV cache, None where it has no words for it, or no scales.
+
+    Dynamic ones it has words for too, which vLLM refuses. Latent attention caches something else.
+    """
+    attention = plan.attention
+    if attention is None or attention.static is None or not {"keys", "values"} <= set(attention.scaled):
         return None
+    if text_config(plan.config).get("kv_lora_rank"):
+        return None
+    fmt = attention.keys
+    args = _arguments(fmt) if isinstance(fmt, Block) and attention.values == fmt and fmt.size == "tensor" else None
+    if args is None or args["num_bits"] != 8:
+        return None
+    return args | {"strategy": "tensor" if attention.static == "tensor" else "attn_head"}
+
+
+def attention_remarks(plan: Plan, layout: str | None) -> list[str]:
+    """What a person has to know of who computes the formats inside attention."""
+    if plan.attention is None:
+        return []
+    scheme = cache_scheme(plan) if layout != OURS else None
+    others = {n: f for n, f in plan.attention.formats.items() if not (scheme and n in ("keys", "values"))}
+    remarks = []
+    if scheme:
+        read = ", which vLLM reads" + " as one of fp8, with these scales," * (scheme["type"] == "int")
+        remarks.append(
+            f"KV cache in {plan.attention.keys}: config.json has its kv_cache_scheme{read} and transformers 5.24 "
+            "leaves out"
+        )
+    if others:
+        words = ", ".join(f"{name} {fmt}" for name, fmt in others.items())
+        remarks.append(f"attention in {words}: emulated by halfulp.load, and not known to other readers of the output")
+    return remarks
+
+
+def quantization_config(plan: Plan, layout: str | None) -> dict[str, Any] | None:
+    """What config.json says about the quantization; None where nothing is quantized that it could tell of."""
+    if layout is None:
+        return _cache_alone(plan)
     if layout == OURS:
         # no quant_method: transformers skips one that it does not know, and runs the model on random weights
         return {"format": OURS, "load_with": "halfulp.load(path)", "described_in": "halfulp.json"}
@@ -305,9 +341,24 @@ def quantization_config(plan: Plan, layout: str | None) -> dict[str, Any] | None
         "format": names.pop() if len(names) == 1 else "mixed-precision",
         "config_groups": config_groups,
         "ignore": kept + (["lm_head"] if plan.tied_head else []),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": cache_scheme(plan),
         "global_compression_ratio": None,
     } | ({"dequantize": True} if decoded else {})
+
+
+def _cache_alone(plan: Plan) -> dict[str, Any] | None:
+    scheme = cache_scheme(plan)
+    if scheme is None:
+        return None
+    return {
+        "quant_method": THEIRS,
+        "quantization_status": "compressed",
+        "format": "dense",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": scheme,
+        "global_compression_ratio": None,
+    }
 
 
 # what compressed-tensors decodes these layouts to, whatever the model's dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..numerics import Format, cast, decode, format
 from ._activations import rounded_input
+from ._adapter import attach, base_of, is_adapter, read_adapter
+from ._attend import emulate, read_attention
 from ._checkpoint import Checkpoint, open_checkpoint
 from ._layouts import restore, row_of
 from ._manifest import MANIFEST, manifest_of
@@ -21,36 +24,59 @@ from ._safetensors import TensorSpec, some_names
 def tensors(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the original model, decoded, one at a time."""
     manifest = manifest_of(checkpoint)
+    if manifest is None and checkpoint.config.get("quantization_config"):
+        raise ValueError(
+            f"{checkpoint.source} is quantized, and not by halfulp (no {MANIFEST}): load it with transformers"
+        )
+    view = checkpoint if manifest is None else decoded(checkpoint)
+    for name in view.tensors:
+        tensor = view.read(name)
+        yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def decoded(checkpoint: Checkpoint) -> Checkpoint:
+    """An output of ours under the names of the original model; what is in a format is decoded as it is read.
+
+    >>> decoded(open_checkpoint("out/")).read("lm_head.weight").dtype  # doctest: +SKIP
+    torch.float32
+    """
+    manifest = manifest_of(checkpoint)
     if manifest is None:
-        if checkpoint.config.get("quantization_config"):
-            raise ValueError(
-                f"{checkpoint.source} is quantized, and not by halfulp (no {MANIFEST}): load it with transformers"
-            )
-        for name in checkpoint.tensors:
-            tensor = checkpoint.read(name)
-            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
-        return
-    for name, entry in manifest["tensors"].items():
+        raise ValueError(f"{checkpoint.source} has no {MANIFEST}: it is no output of halfulp")
+    entries, layout = manifest["tensors"], manifest["layout"]
+    specs = {
+        name: TensorSpec(name, "F32" if "format" in entry else entry["dtype"], tuple(entry["shape"]))
+        for name, entry in entries.items()
+    }
+
+    def read(name: str, rows: slice | None) -> torch.Tensor:
+        entry = entries[name]
         if "format" not in entry:
-            tensor = checkpoint.read(name)
-            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
-            continue
-        spec = TensorSpec(name, entry["dtype"], tuple(entry["shape"]))
+            return checkpoint.read(name, rows)
         activations = format(entry["activations"]) if "activations" in entry else None
+        spec = TensorSpec(name, entry["dtype"], tuple(entry["shape"]))
         row = row_of(spec, entry["kind"], format(entry["format"]), activations)
-        codes = restore({part: checkpoint.read(part) for part in entry["stored"]}, row, manifest["layout"])
+        codes = restore({part: checkpoint.read(part) for part in entry["stored"]}, row, layout)
         # contiguous as in a checkpoint: a matmul may sum in another order over other strides
-        yield name, decode(codes, None if hasattr(codes, "format") else row.weights).to(dtype).contiguous()
+        value: torch.Tensor = decode(codes, None if hasattr(codes, "format") else row.weights)
+        return (value if rows is None else value[rows]).contiguous()
+
+    return replace(checkpoint, tensors=specs, _read=read)
 
 
-def load(source: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def load(
+    source: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32, adapter: str | Path | None = None
+) -> torch.nn.Module:
     """A checkpoint as a transformers causal language model; compressed ones are decoded and emulated.
 
     >>> model = load("out/")  # doctest: +SKIP
+    >>> model = load("out/", adapter="out-corrected/")  # doctest: +SKIP
 
-    Weights are decoded to ``dtype``; activation and KV-cache formats of the recipe are emulated by rounding
-    inputs of the layers, and keys and values, while the model runs. ``model.halfulp_path`` says in words which
-    path that is. Needs the extra ``halfulp[hf]``.
+    adapter: the folder of a LoRA adapter, of `correct` or of peft, to compute with beside the layers; a ``source``
+    that is such a folder is loaded with the model that it names.
+    Weights are decoded to ``dtype``; activation and attention formats of the recipe are emulated by rounding
+    inputs of the layers, and what attention computes with, while the model runs. ``model.halfulp_path`` says in
+    words which path that is. Needs the extra ``halfulp[hf]``.
 
     Raises ValueError for a compressed checkpoint that is not ours, ImportError without transformers.
     """
@@ -60,7 +86,11 @@ def load(source: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32)
         raise ImportError("loading a model needs transformers: pip install 'halfulp[hf]'") from None
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype!r}: give a floating-point torch dtype, such as torch.bfloat16")
+    if adapter is None and not isinstance(source, Checkpoint) and is_adapter(source):
+        source, adapter = base_of(source), source
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    # a damaged adapter shows before the model is built
+    adapters = None if adapter is None else read_adapter(adapter)
     manifest = manifest_of(checkpoint)
     config_dict = {k: v for k, v in checkpoint.config.items() if k not in ("quantization_config", "torch_dtype")}
     if "model_type" not in config_dict:
@@ -85,9 +115,15 @@ def load(source: str | Path | Checkpoint, *, dtype: torch.dtype = torch.float32)
             read = {name: checkpoint.read(scale) for name, scale in scales.items()}
             _emulate_activations(model, rounded, manifest["tensors"], read)
             words.append(f"activations emulated ({', '.join(sorted(set(rounded.values())))})")
-        if manifest["kv"]:
-            _emulate_kv(model, format(manifest["kv"]))
-            words.append(f"KV cache emulated ({manifest['kv']})")
+        entry = manifest.get("attention")
+        if kv := manifest.get("kv"):  # what outputs said before there was more
+            entry = {"keys": kv, "values": kv, "static": None}
+        if entry:
+            inside, static = read_attention(entry, checkpoint.read)
+            emulate(model, inside, static)
+            words.append(f"attention emulated ({inside})")
+    if adapters is not None:
+        words.append(attach(model, adapters))
     model.halfulp_path = ", ".join(words)
     return model
 
@@ -151,31 +187,3 @@ def _round_inside(experts: torch.nn.Module, fmt: Format) -> None:
             return forward(*args, **kwargs)
 
     experts.forward = wrapped
-
-
-def _emulate_kv(model: torch.nn.Module, fmt: Format) -> None:
-    from inspect import signature
-
-    from transformers import DynamicCache
-
-    # transformers calls it cache from 5.24 on, and warns of the older name
-    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
-
-    def rounded(update: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return update(cast(key, fmt), cast(value, fmt), *args, **kwargs)
-
-        return wrapper
-
-    def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = [kwargs[key] for key in ("cache", "past_key_values") if kwargs.get(key) is not None]
-        if not given:
-            kwargs[name] = DynamicCache(config=module.config)
-            given = [kwargs[name]]
-        # the caller's own cache (generate makes one) has to round too, once
-        if not hasattr(given[0], "halfulp_format"):
-            given[0].update = rounded(given[0].update)
-            given[0].halfulp_format = fmt
-        return args, kwargs
-
-    model.register_forward_pre_hook(hook, with_kwargs=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from typing import Any
 
+from ._attention import Attention
 from ._checkpoint import Checkpoint, short_name
 from ._layouts import described, stored, stored_bits
 from ._plan import Plan
@@ -87,10 +88,15 @@ def manifest_for(
         "layout": layout or "plain",
         "how_to_decode": HOW_TO_DECODE,
         "formats": {name: described(fmt) for name, fmt in formats.items()},
-        "kv": None if plan.kv is None else str(plan.kv),
+        "attention": None if plan.attention is None else described_attention(plan.attention),
         "notes": remarks,
         "tensors": tensors,
     }
+
+
+def described_attention(attention: Attention) -> dict[str, Any]:
+    """The formats inside attention by the names of their tensors, and whether their scales are static."""
+    return {name: str(fmt) for name, fmt in attention.formats.items()} | {"static": attention.static}
 
 
 def manifest_of(checkpoint: Checkpoint) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..numerics import Block, Format
+from ._attention import Attention
 from ._safetensors import TensorSpec
 
 # names that the field's checkpoints give to matrices which are no linear layer
@@ -99,7 +100,7 @@ class Plan:
 
     rows: tuple[Row, ...]
     config: Mapping[str, Any]
-    kv: Format | None = None
+    attention: Attention | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -118,7 +119,8 @@ class Plan:
         body = [(r.name, " x ".join(map(str, r.spec.shape)), r.action, r.note or r.reason) for r in self.rows]
         widths = [max(len(line[i]) for line in [head, *body]) for i in range(3)]
         lines = ["  ".join([*(c.ljust(w) for c, w in zip(line, widths)), line[3]]).rstrip() for line in [head, *body]]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        inside = [f"attention: {self.attention}"] if self.attention is not None else []
+        return "\n".join([*lines, *inside, *(f"note: {note}" for note in self.notes)])
 
 
 def kind_of(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[str, int]:
@@ -138,20 +140,20 @@ def kind_of(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> tup
     return LINEAR, 0 if config.get("model_type") in _CONV1D_MODELS else -1
 
 
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
 
 
 def _experts(config: Mapping[str, Any]) -> int | None:
-    text = _text_config(config)
+    text = text_config(config)
     keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return next((text[key] for key in keys if isinstance(text.get(key), int)), None)
 
 
 def _expert_axis(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> int:
     """Fused experts come as [experts, out, in] or as [experts, in, out]; the hidden size tells which."""
-    hidden = _text_config(config).get("hidden_size")
+    hidden = text_config(config).get("hidden_size")
     into_hidden = "down" in name or name.split(".")[-1] in ("w2", "w2_weight")
     matches = [axis for axis in (-2, -1) if shape[axis] == hidden]
     if len(matches) != 1:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
 from ..numerics import Block, Codebook, Format, Quantized
 from ..numerics import format as read_format
 from ._activations import static_scale
+from ._attention import Attention, attention
 from ._gptq import Gptq, encode_row
 from ._plan import LINEAR, Plan, Row, divides, fused, select
 from ._prune import Magnitude, Score, Sparsity, score, sparsity
 from ._rewrites import Measured, Rewrite
 from .calibrate._seen import Seen
 from .methods._orders import Order
+
+if TYPE_CHECKING:
+    from ._learned import Learned
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class Quantize:
     targets: tuple[str, ...]
     ignore: tuple[str, ...]
     ragged: Ragged
-    rounding: Gptq | None = None
+    rounding: Gptq | Learned | None = None
     static: bool = False
 
     @property
@@ -127,9 +131,8 @@ class Quantize:
         wide = [row for row in marked.values() if _tensorwide(row.weights)]
         for name, names in fused(wide).items():
             marked[name] = replace(marked[name], shares=names)
-        if self.kv is not None and plan.kv is not None:
-            raise ValueError(f"the KV cache is {plan.kv} by an earlier step; give kv once")
-        return plan.update(marked, notes=tuple(notes), kv=self.kv or plan.kv)
+        plan = plan.update(marked, notes=tuple(notes))
+        return plan if self.kv is None else Attention(keys=self.kv, values=self.kv).plan(plan)
 
     def _mark(self, row: Row) -> Row:
         if not _is_float(row):
@@ -246,7 +249,7 @@ def quantize(
     activations: the format that inputs of those layers are rounded to while the model runs.
     static: one scale for a layer's inputs, from the largest magnitude that a calibration finds, for activations such
     as "int8:tensor"; otherwise scales follow from the inputs as they come.
-    kv: the format of keys and values in the cache, along the head dimension.
+    kv: the format of keys and values in the cache, along the head dimension; `attention` has more.
     targets, ignore: "linear" (all linear layers and experts, but no embedding, head or router) or patterns
     for whole module names; a pattern that matches nothing is an error. Of several steps the first that
     matches a tensor has it.
@@ -264,6 +267,8 @@ def quantize(
         raise ValueError(f"static activations have one scale: give a format such as int8:tensor, not {read[1]}")
     if static and read[1].zero_point:  # type: ignore[union-attr]
         raise ValueError(f"static activations have no zero point: leave it out of {read[1]}")
+    if kv is not None:
+        attention(kv)  # raises what is wrong with it
     names = [(x,) if isinstance(x, str) else tuple(x) for x in (targets, ignore)]
     return Quantize(read[0], read[1], read[2], names[0], names[1], ragged, static=static)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..compress import Checkpoint, Text, load, manifest_of, open_checkpoint, short_name, text
+from ..compress._adapter import base_of, is_adapter, read_adapter
 from ..compress._tokens import tokens_of
 from . import _accuracy, _latency
 from ._record import (
@@ -93,7 +94,8 @@ def score(
 
     >>> record = score("out/", "smollm2-135m", Settings(window=1024, windows=16))  # doctest: +SKIP
 
-    candidate: a checkpoint, compressed by halfulp or plain. baseline: the uncompressed model, or what
+    candidate: a checkpoint, compressed by halfulp or plain, or an adapter's folder, scored with the model that it is
+    for. baseline: the uncompressed model, or what
     `load_baseline` made of it; None scores the candidate alone. Both run in float32; the record says which
     execution path that is. stage is called with
     (what is going on, steps done, steps in all).
@@ -109,7 +111,8 @@ def score(
         seconds[part] = seconds.get(part, 0.0) + time.monotonic() - since
         return time.monotonic()
 
-    checkpoint = open_checkpoint(candidate)
+    adapter = candidate if is_adapter(candidate) else None
+    checkpoint = open_checkpoint(candidate if adapter is None else base_of(adapter))
     if baseline is not None and not isinstance(baseline, Baseline):
         baseline = load_baseline(baseline, settings, stage)
     reference = baseline.checkpoint if baseline else None
@@ -118,7 +121,7 @@ def score(
     cut = windows(ids, window=settings.window, stride=settings.stride, count=settings.windows, bos=bos)
     say("loading", 0, 1)
     now = time.monotonic()
-    model = load(checkpoint)
+    model = load(checkpoint, adapter=adapter)
     now = clock("load", now)
 
     def step(done: int, total: int) -> None:
@@ -150,7 +153,7 @@ def score(
         recipe=recipe_id(manifest),
         seconds={part: round(value, 3) for part, value in seconds.items()},
         peak_rss_bytes=peak_rss_bytes(),
-        size=size_of(checkpoint, manifest),
+        size=size_of(checkpoint, manifest, adapter),
         baseline_size=size_of(reference, None) if reference is not None else None,
         tensors=tensor_results(manifest),
         accuracy=_accuracy_record(result, source, settings, bos),
@@ -229,17 +232,18 @@ def recipe_id(manifest: dict[str, Any] | None) -> RecipeId | None:
     return RecipeId(**recipe) if recipe else None
 
 
-def size_of(checkpoint: Checkpoint, manifest: dict[str, Any] | None) -> Size:
-    """Bytes and bits of a checkpoint, scales and shapes counted.
+def size_of(checkpoint: Checkpoint, manifest: dict[str, Any] | None, adapter: str | Path | None = None) -> Size:
+    """Bytes and bits of a checkpoint, scales and shapes counted, and those of an adapter with it.
 
     A file that is packed tighter than its tensors are read (GGUF) counts as what is read and scored.
     """
-    weight_bytes = sum(spec.nbytes for spec in checkpoint.tensors.values())
+    added = 0 if adapter is None else sum(p.nbytes for p in read_adapter(adapter).parameters().values())
+    weight_bytes = sum(spec.nbytes for spec in checkpoint.tensors.values()) + added
     entries = [e for e in (manifest or {"tensors": {}})["tensors"].values() if "format" in e]
     quantized = sum(prod(e["shape"]) for e in entries)
-    bits = sum(e["bits_per_weight"] * prod(e["shape"]) for e in entries)
+    bits = sum(e["bits_per_weight"] * prod(e["shape"]) for e in entries) + 8 * added
     return Size(
-        bytes_on_disk=max(weight_bytes, _file_bytes(checkpoint)),
+        bytes_on_disk=max(weight_bytes, _file_bytes(checkpoint) + added),
         weight_bytes=weight_bytes,
         quantized_parameters=quantized,
         bits_per_weight=bits / quantized if quantized else None,

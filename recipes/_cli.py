@@ -1,4 +1,4 @@
-"""The command line: halfulp compress, distill, sensitivity, score, report, analyze, format, formats, recipes."""
+"""The command line: compress, correct, distill, sensitivity, score, report, analyze, format, formats, recipes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ._correct import correct
 from ._distill import distill
 from ._sensitivity import sensitivity
 
@@ -281,6 +282,7 @@ def _width(console: Any) -> int:
     return max(60, console.width) if known else 80
 
 
+app.command()(correct)
 app.command()(distill)
 app.command()(sensitivity)
 

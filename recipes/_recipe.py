@@ -17,11 +17,14 @@ from ..compress import (
     Measured,
     Rewrite,
     Transform,
+    attention,
     awq,
     calibration,
     chain,
     gptq,
+    learn,
     mixed,
+    permute,
     prune,
     quantize,
     rotate,
@@ -82,6 +85,19 @@ class GptqStep(_Formats):
     propagate: float = Field(0, ge=0, le=1, description="How far to make good the errors of earlier layers")
 
 
+class LearnStep(_Formats):
+    """Round by GPTQ, then by gradients of each decoder block's output error, on a calibration."""
+
+    rule: Literal["soft", "sign"] = Field("soft", description="BRECQ's, or AutoRound's")
+    steps: int = Field(30, ge=1, description="Of the optimizer, for each block")
+    batch: int = Field(2, ge=1, description="Sequences in a step")
+    goal: Literal["model", "block"] = Field("model", description="Outputs of the original model, or of its block")
+    seed: int = Field(0, ge=0)
+    damp: float = Field(0.01, ge=0, le=1, description="As in gptq, and so on")
+    order: Literal["group", "static", "none"] = "group"
+    propagate: float = Field(0, ge=0, le=1)
+
+
 class MixedStep(_Strict):
     """Each layer in the format that loses least within a budget, by what `halfulp sensitivity` measured."""
 
@@ -97,6 +113,19 @@ class MixedStep(_Strict):
     order: Literal["group", "static", "none"] = "group"
     sweeps: int = Field(0, ge=0)
     propagate: float = Field(0, ge=0, le=1)
+
+
+class AttentionStep(_Strict):
+    """Formats inside attention: of its cache, and of what goes in and out of its products."""
+
+    kv: FormatName | None = Field(None, description="Of keys and values, as they enter the cache")
+    query: FormatName | None = None
+    keys: FormatName | None = None
+    values: FormatName | None = None
+    scores: FormatName | None = Field(None, description="Of queries times keys")
+    probabilities: FormatName | None = Field(None, description="Of what the softmax gives")
+    output: FormatName | None = Field(None, description="Of probabilities times values")
+    static: Literal["tensor", "head"] | None = Field(None, description="What one scale is measured for")
 
 
 class PruneStep(_Touching):
@@ -134,6 +163,16 @@ class ShrinkStep(_Strict):
     multiple_of: int = Field(1, ge=1, description="What fractions of width and channels are rounded to")
 
 
+class PermuteStep(_Strict):
+    """Put channels in an order under which an N:M pattern keeps more of the weights."""
+
+    pattern: Annotated[str, AfterValidator(_sparsity)] = Field("2:4", description="N:M, as prune has it")
+    by: Literal["magnitude", "wanda"] = Field("magnitude", description="What is kept most of")
+    pairs: list[Literal["heads", "channels"]] = ["heads", "channels"]
+    sweeps: int = Field(12, ge=1, description="Of the search for swaps")
+    seed: int = Field(0, ge=0)
+
+
 class SmoothStep(_Strict):
     """Move outliers of activations into weights (SmoothQuant), on a calibration."""
 
@@ -162,12 +201,15 @@ class Step(_Strict):
     """One step: exactly one of the transforms."""
 
     shrink: ShrinkStep | None = None
+    permute: PermuteStep | None = None
     rotate: RotateStep | None = None
     smooth: SmoothStep | None = None
     awq: AwqStep | None = None
     quantize: QuantizeStep | None = None
     gptq: GptqStep | None = None
+    learn: LearnStep | None = None
     mixed: MixedStep | None = None
+    attention: AttentionStep | None = None
     prune: PruneStep | None = None
 
     @model_validator(mode="after")
@@ -187,12 +229,15 @@ def _mixed(by: str, **given: Any) -> Transform:
 
 _MAKE: dict[str, Callable[..., Transform | Rewrite | Measured]] = {
     "shrink": shrink,
+    "permute": permute,
     "rotate": rotate,
     "smooth": smooth,
     "awq": awq,
     "quantize": quantize,
     "gptq": gptq,
+    "learn": learn,
     "mixed": _mixed,
+    "attention": attention,
     "prune": prune,
 }
 
@@ -276,14 +321,22 @@ def read_recipe(source: str | Path) -> tuple[Recipe, dict[str, str]]:
         raise FileNotFoundError(f"no recipe {name!r}{hint} It is neither a file nor one of {', '.join(shipped())}")
     try:
         text = path.read_text(encoding="utf-8")
-        data = yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
-    try:
-        recipe = Recipe.model_validate(data)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {_sentence(error)}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no YAML: {error}") from None
+    recipe = parse_recipe(text, str(path))
     return recipe, {"name": recipe.name, "sha256": hashlib.sha256(text.encode()).hexdigest(), "text": text}
+
+
+def parse_recipe(text: str, what: str) -> Recipe:
+    """A recipe from its YAML. Raises ValueError that says ``what`` is wrong, and where."""
+    try:
+        data = yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except yaml.YAMLError as error:
+        raise ValueError(f"{what} is no YAML: {' '.join(str(error).split())}") from None
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise ValueError(f"{what}: {_sentence(error)}") from None
 
 
 def _sentence(error: ValidationError) -> str:
@@ -304,12 +357,15 @@ def _sentence(error: ValidationError) -> str:
 
 _STEPS: dict[Any, type[BaseModel]] = {
     "shrink": ShrinkStep,
+    "permute": PermuteStep,
     "rotate": RotateStep,
     "smooth": SmoothStep,
     "awq": AwqStep,
     "quantize": QuantizeStep,
     "gptq": GptqStep,
+    "learn": LearnStep,
     "mixed": MixedStep,
+    "attention": AttentionStep,
     "prune": PruneStep,
 }
 

@@ -72,6 +72,10 @@ class Decoder:
     def blocks(self) -> int:
         return len(self._list)
 
+    def skeleton(self, k: int) -> torch.nn.Module:
+        """A block as it is without weights."""
+        return self._list[k]
+
     def tensors_of(self, k: int) -> dict[str, str]:
         """The checkpoint's names of a block's parameters, by their name within the block."""
         block, place = self._list[k], f"{self._path}.{k}."

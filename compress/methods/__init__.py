@@ -6,14 +6,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ._gptq import Rounded, corrected, gptq, output_loss, refine, sparse
     from ._grid import Grid, grid_of
-    from ._learned import Learning, block_loss, learn
+    from ._learned import block_loss, learn
+    from ._learning import Learning
     from ._lowrank import bias_shift, low_rank
+    from ._permute import permutation, retained
 
 _HOMES = {
     "_gptq": "Rounded corrected gptq output_loss refine sparse",
     "_grid": "Grid grid_of",
-    "_learned": "Learning block_loss learn",
+    "_learned": "block_loss learn",
+    "_learning": "Learning",
     "_lowrank": "bias_shift low_rank",
+    "_permute": "permutation retained",
 }
 
 __all__ = [
@@ -28,7 +32,9 @@ __all__ = [
     "learn",
     "low_rank",
     "output_loss",
+    "permutation",
     "refine",
+    "retained",
     "sparse",
 ]
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from ...numerics import Block
+from .._learned import Learned
 from .._plan import LINEAR, Plan, Row, kind_of, matcher, start
 from .._safetensors import CODES, TensorSpec
 from .._transforms import Chain, Transform
@@ -118,8 +119,12 @@ def plan_module(model: torch.nn.Module, transform: object) -> Plan:
     first = plan = start_module(model)
     for step in steps_of(transform):
         plan = _with_named_heads(plan, step)
-    if plan.kv is not None:
-        raise ValueError(f"kv={plan.kv}: a module's caches are not known here; leave kv out")
+    if learned := next((row for row in plan.rows if isinstance(row.rounding, Learned)), None):
+        raise ValueError(
+            f"{learned.name}: rounding is learned in decoder blocks of a checkpoint; take gptq for modules"
+        )
+    if plan.attention is not None:
+        raise ValueError(f"{plan.attention}: a module's attention is not known here; leave kv and attention out")
     if odd := next((row for row in plan.rows if row.touched and row.name not in layers), None):
         why = next(row.reason for row in first.rows if row.name == odd.name)
         raise ValueError(f"{odd.name} cannot be compressed, it is {why}; make targets narrower")

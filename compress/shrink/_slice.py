@@ -71,7 +71,7 @@ def read_cut(
     lead = torch.arange(first, first + count) if taken[0] is None else taken[0][first : first + count]
     low, high = int(lead.min()), int(lead.max()) + 1
     tensor = checkpoint.read(spec.name, slice(low, high))
-    if len(lead) < high - low:
+    if not torch.equal(lead, torch.arange(low, high)):
         tensor = tensor[lead - low]
     for axis, index in enumerate(taken[1:], start=1):
         if index is None:

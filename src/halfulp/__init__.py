@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .compress import (
+        attention,
         awq,
         calibration,
         chain,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
         gptq,
         load,
         open_checkpoint,
+        permute,
         plan_of,
         prune,
         quantize,
@@ -73,7 +75,8 @@ _WHERE = {
         "optimal_clip pack quantize_optimizer quantize_updates scaled_step unpack"
     ),
     "compress": (
-        "awq calibration chain compress gptq load open_checkpoint plan_of prune quantize rotate shrink smooth text"
+        "attention awq calibration chain compress gptq load open_checkpoint permute plan_of prune quantize rotate "
+        "shrink smooth text"
     ),
     "eval": "analyze",
 }
@@ -94,6 +97,7 @@ __all__ = [
     "Stochastic",
     "accumulator",
     "analyze",
+    "attention",
     "awq",
     "best_format",
     "calibration",
@@ -116,6 +120,7 @@ __all__ = [
     "open_checkpoint",
     "optimal_clip",
     "pack",
+    "permute",
     "plan_of",
     "prune",
     "quantize",

@@ -261,7 +261,7 @@ def rounded_cache(model, fmt):
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_oss"])
 def test_keys_and_values_are_rounded_as_they_enter_the_cache(with_kv, kind):
     plain, model = load(with_kv[kind]), load(with_kv[f"{kind}-kv"])
-    assert model.halfulp_path.endswith("KV cache emulated (int4:channel)")
+    assert model.halfulp_path.endswith("attention emulated (keys int4:channel, values int4:channel)")
     got = logits_of(model)
     assert not torch.equal(got, logits_of(plain))
     fmt = format("int4:token")
@@ -302,7 +302,8 @@ def test_generate_runs_in_the_emulation_without_a_warning(with_kv):
 
 
 def test_the_older_name_of_the_cache_works():
-    from halfulp.compress._load import _emulate_kv
+    from halfulp.compress import attention
+    from halfulp.compress._attend import emulate
 
     class Old(torch.nn.Module):
         config = None
@@ -315,7 +316,7 @@ def test_the_older_name_of_the_cache_works():
     from transformers import LlamaConfig
 
     module.config = LlamaConfig(num_hidden_layers=1)
-    _emulate_kv(module, format("int4:token"))
+    emulate(module, attention("int4:token"), {})
     got, key = module(IDS)
     assert torch.equal(got, cast(key, "int4:token"))
 

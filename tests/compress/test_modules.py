@@ -494,7 +494,7 @@ def test_how_batches_reach_the_model():
         (gptq("int4:g8"), {}, "first.weight needs a calibration: give inputs"),
         (STATIC, {}, "first.weight needs a calibration"),
         (quantize("int8:channel"), {"bias_correction": True}, "bias_correction needs a calibration"),
-        (quantize("int8:channel", kv="int8:token"), {}, "leave kv out"),
+        (quantize("int8:channel", kv="int8:token"), {}, "leave kv and attention out"),
         (rotate(), {}, "does not work tensor by tensor"),
         (chain(rotate(), quantize("int8:channel")), {}, "does not work tensor by tensor"),
         ("int8", {}, "does not work tensor by tensor"),

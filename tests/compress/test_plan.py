@@ -231,7 +231,7 @@ def test_prune_after_quantize_and_prune_twice_are_refused():
 
 
 def test_two_formats_for_the_cache_are_refused():
-    with pytest.raises(ValueError, match=r"the KV cache is int8:channel by an earlier step; give kv once"):
+    with pytest.raises(ValueError, match=r"attention has keys int8:channel, values int8:channel by an earlier step"):
         plan(chain(quantize(W, kv="int8:token", targets="*.q_proj"), quantize(W, kv="e4m3fn")))
 
 

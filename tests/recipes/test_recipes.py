@@ -10,6 +10,7 @@ from halfulp.recipes import read_recipe, schema, shipped
 
 NAMES = [
     "fp8",
+    "fp8-kv",
     "mxfp4",
     "mxfp4-gptq",
     "mxfp8",
@@ -77,7 +78,7 @@ def test_two_steps_and_a_sparsity_that_yaml_would_read_as_124(tmp_path):
         ),
         (
             "name: x\nsteps:\n  - quantise: {}\n",
-            "unknown key steps.0.quantise; the keys here are shrink, rotate, smooth, awq, quantize, gptq, mixed, prune",
+            "unknown key steps.0.quantise; the keys here are shrink, permute, rotate, smooth, awq, quantize, gptq, learn, mixed, attention, prune",
         ),
         ("name: x\nstep: []\nsteps: []\n", "unknown key step; the keys here are name, description, calibration, steps"),
         ("name: x\nsteps:\n  - quantize: {weights: mxpf4}\n", "steps.0.quantize.weights: cannot read 'mxpf4'"),
@@ -85,7 +86,7 @@ def test_two_steps_and_a_sparsity_that_yaml_would_read_as_124(tmp_path):
         ("name: x\nsteps:\n  - prune: {pattern: '4:2'}\n", "give N:M with 0 < N < M, such as 2:4"),
         (
             "name: x\nsteps:\n  - {}\n",
-            "a step is one of shrink, rotate, smooth, awq, quantize, gptq, mixed, prune; this one has none",
+            "a step is one of shrink, permute, rotate, smooth, awq, quantize, gptq, learn, mixed, attention, prune; this one has none",
         ),
         (
             "name: x\nsteps:\n  - {prune: {pattern: 0.5}, quantize: {weights: int8:channel}}\n",
