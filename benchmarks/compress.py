@@ -75,7 +75,7 @@ OURS = {
     "50 % sparsegpt": lambda: prune("0.5", by="sparsegpt"),
     "2:4 sparsegpt, int4 g64 gptq": lambda: chain(prune("2:4", by="sparsegpt"), gptq("int4:g64")),
     **{f"mxfp4 nearest, {rule}": lambda rule=rule: quantize(f"mxfp4:rule={rule}") for rule in RULES},
-    **{f"mxfp6 nearest, {rule}": lambda rule=rule: quantize(f"mxfp6_e2m3:rule={rule}") for rule in RULES},
+    **{f"mxfp6 nearest, {rule}": lambda rule=rule: quantize(f"mxfp6:rule={rule}") for rule in RULES},
     **{f"mxfp8 nearest, {rule}": lambda rule=rule: quantize(f"mxfp8:rule={rule}") for rule in RULES},
 }
 
