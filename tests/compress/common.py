@@ -5,8 +5,10 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -193,3 +195,21 @@ def digests(folder):
         for p in sorted(Path(folder).rglob("*"))
         if p.is_file()
     }
+
+
+@contextmanager
+def stopped_after(monkeypatch, count):
+    """What is done here is stopped as soon as so many things have been written."""
+    write, written = StreamWriter.write, 0
+
+    def stopping(self, *args, **kwargs):
+        nonlocal written
+        written += 1
+        if written > count:
+            raise KeyboardInterrupt
+        return write(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StreamWriter, "write", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            yield

@@ -21,13 +21,12 @@ from halfulp.compress import (
 )
 from halfulp.compress._attend import attentions, emulate, measured
 from halfulp.compress._attention import rounded, scale_for
-from halfulp.compress._stream import StreamWriter
 from halfulp.compress.calibrate import Decoder
 from halfulp.compress.modules import compress_module
 from halfulp.numerics import cast, format
 
 from .common import IDS, checkpoint, in_transformers, logits_of, weights
-from .test_calibrated import files, sequences
+from .test_calibrated import resumed_equals_whole, sequences
 
 F32 = torch.float32
 FP8 = "e4m3fn:tensor"
@@ -247,22 +246,7 @@ def test_other_architectures_have_their_scales_found_and_read(tmp_path, kind):
 def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, source, make, stop, monkeypatch):
     step = chain(make("int4:g16"), attention(FP8, static="tensor"))
     given = calibration(sequences(2, 16))
-    compress(source, step, tmp_path / "whole", calibration=given)
-    write, count = StreamWriter.write, 0
-
-    def stopping(self, *args, **kwargs):
-        nonlocal count
-        count += 1
-        if count > stop:
-            raise KeyboardInterrupt
-        return write(self, *args, **kwargs)
-
-    monkeypatch.setattr(StreamWriter, "write", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        compress(source, step, tmp_path / "out", calibration=given)
-    monkeypatch.setattr(StreamWriter, "write", write)
-    compress(source, step, tmp_path / "out", calibration=given)
-    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    resumed_equals_whole(tmp_path, source, step, given, monkeypatch, stop)
 
 
 def test_only_the_last_pass_of_each_sequence_counts(source):

@@ -28,7 +28,7 @@ from halfulp.compress.methods._gptq import gptq as core_gptq
 from halfulp.compress.methods._grid import grid_of
 from halfulp.numerics import decode
 
-from .common import checkpoint, weights
+from .common import checkpoint, stopped_after, weights
 
 
 def calm():
@@ -54,20 +54,9 @@ def files(folder):
 def resumed_equals_whole(tmp_path, folder, steps, given, monkeypatch, stop):
     """A run that is stopped after so many tensors, and goes on, ends with the bytes of one that is not."""
     compress(folder, steps, tmp_path / "whole", calibration=given)
-    write, count = StreamWriter.write, 0
-
-    def stopping(self, *args, **kwargs):
-        nonlocal count
-        count += 1
-        if count > stop:
-            raise KeyboardInterrupt
-        return write(self, *args, **kwargs)
-
-    monkeypatch.setattr(StreamWriter, "write", stopping)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_after(monkeypatch, stop):
         compress(folder, steps, tmp_path / "out", calibration=given)
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(StreamWriter, "write", write)
     compress(folder, steps, tmp_path / "out", calibration=given)
     assert files(tmp_path / "out") == files(tmp_path / "whole")
 

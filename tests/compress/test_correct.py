@@ -19,11 +19,10 @@ from halfulp.compress import (
     rotate,
 )
 from halfulp.compress._adapter import read_adapter
-from halfulp.compress._stream import StreamWriter
 from halfulp.compress.calibrate import Seen
 from halfulp.compress.methods import low_rank
 
-from .common import checkpoint, weights
+from .common import checkpoint, stopped_after, weights
 from .test_calibrated import calm, files, sequences
 
 NAME = "model.layers.{}.{}"
@@ -151,22 +150,11 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, home, given, stop, mon
 
     (tmp_path / "whole").mkdir()
     run(tmp_path / "whole")
-    write, count = StreamWriter.write, 0
-
-    def stopping(self, *args, **kwargs):
-        nonlocal count
-        count += 1
-        if count > stop:
-            raise KeyboardInterrupt
-        return write(self, *args, **kwargs)
-
-    monkeypatch.setattr(StreamWriter, "write", stopping)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_after(monkeypatch, stop):
         run(tmp_path)
     assert not (tmp_path / "a").exists()
     with pytest.raises(ValueError, match="another run"):
         correct(home / "w4a4", home / "model", out=tmp_path / "a", rank=5, calibration=given)
-    monkeypatch.undo()
     run(tmp_path)
     assert files(tmp_path / "a") == files(tmp_path / "whole" / "a")
     assert set(files(tmp_path / "a")) == {"adapter_config.json", "adapter_model.safetensors", "halfulp_adapter.json"}
