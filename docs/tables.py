@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from halfulp import numerics as hn
+from halfulp.compress import lowering
 from halfulp.numerics._policy import overflow_choices
 
 DOCS = Path(__file__).parent
@@ -89,7 +90,26 @@ def machines() -> str:
     return "\n".join(lines)
 
 
+def ways() -> str:
+    """The cheapest way to multiply each pair of formats on each TPU."""
+    known = lowering.table()
+    lines = [f"| x, w | {' | '.join(known)} |", "| --- |" + " --- |" * len(known)]
+    for pair in next(iter(known.values())):
+        cells = []
+        for rows in known.values():
+            legal = [way for way in rows[pair] if way.cycles is not None]
+            best = min(legal, key=lambda way: way.cycles or 0.0, default=None)
+            if best is None:
+                cells.append("refused")
+            else:
+                how = "" if best.way == "direct" else f"as {best.way}, "
+                cells.append(f"{how}{(best.instruction or '').removeprefix('vmatmul.')} {best.cycles:.0f}")
+        lines.append(f"| {', '.join(pair)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 PAGES = {
+    "lowering.md": {"ways": ways},
     "numerics.md": {
         "scalar formats": scalar_formats,
         "block formats": block_formats,
